@@ -21,7 +21,7 @@ from cli.output import complain, json_value, open_console, reporting_errors
 from quartet.engine import model_source
 from quartet.engine.model_cache import CachedModel, cached_models
 from quartet.engine.model_check import CheckedFile, FileVerdict, check_model, model_files
-from quartet.engine.model_copy import copies_folder, copy_model, files_to_copy
+from quartet.engine.model_copy import copies_folder, copy_model, copy_target, files_to_copy, is_copy_name, origin_of
 from quartet.engine.model_source import (
     Repository,
     drop_cached_files,
@@ -78,14 +78,15 @@ def fetch(
 
     Prints the folder. Workers then find a repository without a network (HF_HUB_OFFLINE=1).
     """
-    with reporting_errors():
+    with reporting_errors(OSError):
         repository = repository_of(source)
         if repository is not None:
+            _refuse_for_repositories(cache=cache, name=name)
             folder, files = _fetch_repository(repository, needs_weights=not no_weights)
         else:
-            target = (cache or copies_folder()) / (name or Path(source).resolve().name)
-            files = _copy(Path(source), target, needs_weights=not no_weights)
-            folder = target
+            to_copy = files_to_copy(Path(source), needs_weights=not no_weights)
+            folder = copy_target(Path(source), cache or copies_folder(), name)
+            files = _copy(to_copy, folder)
         bad = [file for file in files if file.is_bad and not (no_weights and file.verdict is FileVerdict.MISSING)]
         if bad:
             raise ConfigError("; ".join(f"model: {file.name} is {file.verdict}: {file.why}" for file in bad))
@@ -96,7 +97,9 @@ def fetch(
 def list_models(*, cache: CacheOption = None, as_json: JsonOption = False) -> None:
     """Show the models on this machine, and what they lack as far as names and headers show."""
     with reporting_errors():
-        models = cached_models(cache or copies_folder())
+        models = cached_models(
+            cache or copies_folder(), on_unreadable=lambda fault: complain(f"left out of the list: {fault}")
+        )
     if as_json:
         print(json.dumps([json_value(one) | {"folder": str(one.folder)} for one in models], indent=2))
     else:
@@ -107,15 +110,17 @@ def list_models(*, cache: CacheOption = None, as_json: JsonOption = False) -> No
 def check(
     source: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A repository in the Hub's cache, the name of a copy, or any folder."),
+        typer.Argument(
+            metavar="MODEL", help="A repository in the Hub's cache, the name of a copy, or any other folder (./NAME)."
+        ),
     ],
     *,
     cache: CacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Read all files of a model and compare them with their digests. Exit code 1 if any is damaged or missing."""
-    with reporting_errors():
-        folder = _find(source, cache or copies_folder())
+    with reporting_errors(OSError):
+        folder = _find(source, cache)
         files = _check(folder)
     if as_json:
         print(json.dumps({"folder": str(folder), "files": json_value(files)}, indent=2))
@@ -158,8 +163,7 @@ def _fetch_repository(repository: Repository, *, needs_weights: bool) -> tuple[P
         logging.getLogger(model_source.__name__).setLevel(logging.INFO)
     folder = fetch_model(repository, needs_weights=needs_weights, has_bars=has_bars)
     files = _check(folder)
-    damaged = [file.name for file in files if file.verdict is FileVerdict.DAMAGED]
-    if damaged:
+    if damaged := _damaged(files):
         complain(f"{', '.join(damaged)}: damaged, fetched again")
         drop_cached_files(folder, damaged)
         folder = fetch_model(repository, needs_weights=needs_weights, has_bars=has_bars)
@@ -168,23 +172,44 @@ def _fetch_repository(repository: Repository, *, needs_weights: bool) -> tuple[P
     return folder, files
 
 
-def _copy(source: Path, target: Path, *, needs_weights: bool) -> list[CheckedFile]:
-    files = files_to_copy(source, needs_weights=needs_weights)
+def _copy(files: Sequence[Path], target: Path) -> list[CheckedFile]:
+    """Copy and check a folder; damaged files are copied a second time."""
+    checked = _copy_once(files, target, ())
+    damaged = [name for name in _damaged(checked) if name in {path.name for path in files}]
+    if damaged:
+        complain(f"{', '.join(damaged)}: damaged, copied again")
+        checked = _copy_once(files, target, damaged)
+    return checked
+
+
+def _copy_once(files: Sequence[Path], target: Path, damaged: Sequence[str]) -> list[CheckedFile]:
     with _progress("copying", sum(path.stat().st_size for path in files)) as on_copied:
-        copy_model(files, target, on_copied)
+        copy_model(files, target, on_copied, damaged=damaged)
     return _check(target)
 
 
-def _find(source: str, copies: Path) -> Path:
-    """The folder that ``check`` is to look at."""
+def _damaged(files: Sequence[CheckedFile]) -> list[str]:
+    return [file.name for file in files if file.verdict is FileVerdict.DAMAGED]
+
+
+def _refuse_for_repositories(*, cache: Path | None, name: str | None = None) -> None:
+    for option, value in (("cache", cache), ("name", name)):
+        if value is not None:
+            raise ConfigError(f"{option}: only for copies of folders: repositories are in the Hub's cache, see HF_HOME")
+
+
+def _find(source: str, cache: Path | None) -> Path:
+    """The folder that ``check`` is to look at: the copy of that name comes before a folder here."""
+    copies = cache or copies_folder()
+    if is_copy_name(source) and (copies / source).is_dir() and origin_of(copies / source) is not None:
+        return copies / source
     if Path(source).is_dir():
         return Path(source)
-    if "/" not in source and (copies / source).is_dir():
-        return copies / source
     repository = repository_of(source)
     if repository is None:
         raise ConfigError(f"model: {source} is no folder, no copy in {copies}, and no repository's name")
-    return find_cached_model(repository, needs_weights=True)
+    _refuse_for_repositories(cache=cache)
+    return find_cached_model(repository)
 
 
 def _check(folder: Path) -> list[CheckedFile]:

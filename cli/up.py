@@ -44,6 +44,7 @@ from services.topology.topology import (
     plan_routers,
     plan_workers,
     read_settings,
+    trace_arguments,
 )
 from services.workers.config import WorkerConfig
 
@@ -188,8 +189,8 @@ def up(
         for note in chain(chosen.notes, _notes_on_events(chosen.topology, num_cores), check_gpus(plans)):
             display.progress(note)
         if is_dry_run:
-            for warning in check_engines(plans):
-                display.progress(warning)
+            for line in chain(check_engines(plans), trace_arguments(plans, os.environ)):
+                display.progress(line)
             print_plan(chosen.topology, num_cores=num_cores)
             return
         restarts = None if is_failing_fast else RestartConfig()

@@ -129,7 +129,7 @@ _FLEET = Dashboard(
                 Query(f"sum(rate(quartet_router_{kind}_tokens_total{{{_ALL}}}{_RATE}))", kind)
                 for kind in ("prompt", "cached", "output")
             ],
-            unit="tokens/s",
+            unit="suffix:tokens/s",
         ),
         Panel(
             title="KV blocks in use",
@@ -186,7 +186,7 @@ _WORKER = Dashboard(
                     ("output", "sampled"),
                 )
             ],
-            unit="tokens/s",
+            unit="suffix:tokens/s",
         ),
         Panel(
             title="Prompt tokens that wait",
@@ -274,7 +274,7 @@ _ROUTING = Dashboard(
             title="What became of prompt tokens",
             text="Why is little reused? docs/routing.md explains the parts.",
             queries=[Query(_rate("quartet_router_reuse_tokens_total", "part"), "{{part}}")],
-            unit="tokens/s",
+            unit="suffix:tokens/s",
         ),
         Panel(
             title="Expected and found",
@@ -283,7 +283,7 @@ _ROUTING = Dashboard(
                 Query(f"sum(rate(quartet_router_matched_tokens_total{{{_ALL}}}{_RATE}))", "expected"),
                 Query(f"sum(rate(quartet_router_cached_tokens_total{{{_ALL}}}{_RATE}))", "found"),
             ],
-            unit="tokens/s",
+            unit="suffix:tokens/s",
         ),
         Panel(
             title="Wait for room",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from quartet.api.fleet import WorkerStatus
 from quartet.discovery.base import Role, RouterRecord
@@ -11,18 +12,47 @@ from quartet.telemetry.vllm_names import AdapterFigures, ModelFigures
 from router.workers import PoolKey
 
 
-def model_figures(statuses: Iterable[WorkerStatus], num_waiting: Callable[[PoolKey], int]) -> list[ModelFigures]:
-    """The figures of each model that has a Decode worker, by name.
+class ObservedModels:
+    """The models that have had a Decode worker when they were read: their series stay when all workers leave."""
 
-    Args:
-        statuses: all workers.
-        num_waiting: choices that wait for a worker of a pool.
-    """
-    by_model: dict[str, list[WorkerStatus]] = {}
-    for status in statuses:
-        if status.record.role is Role.DECODE:
-            by_model.setdefault(status.record.model_name, []).append(status)
-    return [_figures(model, workers, num_waiting) for model, workers in sorted(by_model.items())]
+    def __init__(self) -> None:
+        """None was seen."""
+        self._known: dict[str, _KnownModel] = {}
+
+    def read(self, statuses: Iterable[WorkerStatus], num_waiting: Callable[[PoolKey], int]) -> Sequence[ModelFigures]:
+        """The figures of each model now, by name. Several threads may read.
+
+        Args:
+            statuses: all workers.
+            num_waiting: choices that wait for a worker of a pool.
+        """
+        by_model: dict[str, list[WorkerStatus]] = {}
+        for status in statuses:
+            if status.record.role is Role.DECODE:
+                by_model.setdefault(status.record.model_name, []).append(status)
+        for model, workers in by_model.items():
+            self._known[model] = _known(workers, self._known.get(model))
+        known = sorted(self._known.items())
+        return [_figures(model, shape, by_model.get(model, ()), num_waiting) for model, shape in known]
+
+
+@dataclass(frozen=True)
+class _KnownModel:
+    """What is known of a model, by its workers so far: ``pools`` and ``block_size`` are those of the last ones."""
+
+    pools: Collection[PoolKey]
+    block_size: int
+    max_model_len: int
+
+
+def _known(workers: Sequence[WorkerStatus], before: _KnownModel | None) -> _KnownModel:
+    lengths = [status.record.max_model_len for status in workers]
+    return _KnownModel(
+        pools={PoolKey(status.record.model_name, status.record.model_fingerprint) for status in workers},
+        block_size=workers[0].record.block_size,
+        # Buckets that are there stay.
+        max_model_len=max(*lengths, 0 if before is None else before.max_model_len),
+    )
 
 
 def adapter_figures(
@@ -57,15 +87,17 @@ def scrape_targets(statuses: Iterable[WorkerStatus], routers: Sequence[RouterRec
     return [target for target in (*others, *workers) if target.address]
 
 
-def _figures(model: str, workers: Sequence[WorkerStatus], num_waiting: Callable[[PoolKey], int]) -> ModelFigures:
-    pools = {PoolKey(model, status.record.model_fingerprint) for status in workers}
+def _figures(
+    model: str, known: _KnownModel, workers: Sequence[WorkerStatus], num_waiting: Callable[[PoolKey], int]
+) -> ModelFigures:
     ranks = [rank for status in workers if status.load is not None for rank in status.load.ranks]
     return ModelFigures(
         model=model,
-        num_waiting=sum(num_waiting(pool) for pool in pools),
+        num_waiting=sum(num_waiting(pool) for pool in known.pools),
         num_running=sum(status.num_requests for status in workers),
         num_used_blocks=sum(rank.num_used_blocks for rank in ranks),
         num_total_blocks=sum(rank.num_total_blocks for rank in ranks),
-        block_size=workers[0].record.block_size,
-        max_model_len=max(status.record.max_model_len for status in workers),
+        block_size=known.block_size,
+        max_model_len=known.max_model_len,
+        has_workers=bool(workers),
     )

@@ -44,7 +44,7 @@ from router.media.encode_queue import EncodeQueue
 from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
-from router.observed import adapter_figures, model_figures, scrape_targets
+from router.observed import ObservedModels, adapter_figures, scrape_targets
 from router.peers import Peering
 from router.policy.create import create_policy
 from router.prefill_for import PrefillFor
@@ -357,7 +357,7 @@ class RouterProcess:
         )
 
     def _watch_requests(self, pipeline: Pipeline, prefills: PrefillFor | None) -> None:
-        media, admission = pipeline.context.media, pipeline.context.admission
+        media, admission, models = pipeline.context.media, pipeline.context.admission, ObservedModels()
         encode = media.encode
 
         def num_queued() -> int:
@@ -378,7 +378,7 @@ class RouterProcess:
         show_router_as_vllm(
             self._registry,
             self._metrics,
-            lambda: model_figures(pipeline.context.table.statuses(time.monotonic()), admission.num_waiting),
+            lambda: models.read(pipeline.context.table.statuses(time.monotonic()), admission.num_waiting),
             lambda: adapter_figures(
                 pipeline.context.table.statuses(time.monotonic()),
                 admission.waiting_adapters(),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 
 from quartet.api.chat import ChatPrompt
-from quartet.api.openai.requests import ApiKey
+from quartet.api.openai.requests import ApiKey, Caller
 from quartet.api.output import ChoiceOutput
 from quartet.api.request import TIMES, ChoiceFinished, GenerateStart, TimeBreakdown, Usage
 from quartet.api.reuse import Reuse
@@ -168,6 +168,26 @@ class RequestLog:
         for part, counter in self._metrics.reuse.items():
             if num_tokens := getattr(reuse, f"num_{part}_tokens"):
                 counter.inc(num_tokens)
+
+
+def log_refused(caller: Caller, error: BaseException, metrics: RouterMetrics) -> None:
+    """Write the line of a request that HTTP refused with ``error`` before it ran, and count it, as one choice.
+
+    It has no id, as no other line is about it, and no usage record.
+    """
+    outcome = outcome_of(error)
+    metrics.requests.count(outcome)
+    trace_id, span_id = ids_of(caller.traceparent)
+    line = FinishedRequest(
+        request_id="",
+        outcome=outcome,
+        trace_id=trace_id,
+        span_id=span_id,
+        tenant=caller.tenant,
+        client_request_id=caller.client_request_id,
+        total_s=time.monotonic() - caller.received_at,
+    )
+    log_request(logger, line)
 
 
 def _observe_whole(whole: WholeAnswers, usage: Usage, spent: TimeBreakdown) -> None:

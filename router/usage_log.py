@@ -108,7 +108,7 @@ class UsageLog:
 
     def _open(self) -> int:
         """Open the file at the path, or make it; ``_is_torn`` says whether its last line has no end."""
-        flags = os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_APPEND | os.O_CREAT
         try:
             # Also for reading, so a pipe that nobody reads yet does not stop the start of the process.
             descriptor = os.open(self._path, os.O_RDWR | flags, 0o640)

@@ -18,6 +18,7 @@ from services.topology import launch
 from services.topology.launch import find_etcd, find_grpcurl
 from tests import etcd_server
 from tests.e2e.fork_server import ForkServer
+from tests.e2e.prometheus import find_prometheus
 
 # What is imported for thousands of tests stays: until then the collector would only look for what is not there.
 gc.disable()
@@ -134,6 +135,12 @@ def chromedriver() -> Path:
 
 
 @pytest.fixture(scope="session")
+def prometheus() -> Path:
+    """The Prometheus binary."""
+    return _require("prometheus", find_prometheus())
+
+
+@pytest.fixture(scope="session")
 def typescript_client() -> Path:
     """The folder of the TypeScript client, compiled, where there is Node."""
     folder = Path(__file__).parents[1] / "clients" / "typescript"
@@ -192,6 +199,8 @@ def _reason(name: str) -> str:
         return f"no chromium, or no {CHROMEDRIVER}: apt-get install chromium chromium-driver"
     if name == "node":
         return "no Node (apt-get install nodejs npm), or no clients/typescript/node_modules: `make node` gets it"
+    if name == "prometheus":
+        return "no prometheus on the PATH or in .tools/prometheus: `tools/prometheus.sh` gets it"
     if name == "go":
         return "no Go that takes tools/go.mod: apt-get install golang-go"
     return f"no {name} binary in .tools/bin or on the PATH: `make tools` gets it"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sees to it that Prometheus is there, for `make test-deploy`: the one on the PATH, else Debian's package, unpacked in
-# .tools without starting its service. Where neither can be had, the tests that need it are skipped.
+# .tools without starting its service. Where neither can be had, the tests that need it are skipped; a failure where
+# QUARTET_REQUIRE_PROMETHEUS=1.
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
 
@@ -9,19 +10,20 @@ readonly target=.tools/prometheus
 command -v prometheus >/dev/null && exit
 [[ -x $target/usr/bin/prometheus ]] && exit
 
-say() {
-    printf 'tools: %s\n' "$*"
+# fail REASON: a line, and the status that the environment wants.
+fail() {
+    echo "tools: $1: its tests are skipped" >&2
+    [[ ${QUARTET_REQUIRE_PROMETHEUS:-} != 1 ]]
+    exit
 }
 
-command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || {
-    say "no prometheus, and no apt-get that would fetch it: its tests are skipped"
-    exit 0
-}
+command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null ||
+    fail "no prometheus, and no apt-get that would fetch it"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 if (cd "$scratch" && apt-get download -qq -o APT::Sandbox::User=root prometheus); then
     mkdir -p "$target"
     dpkg-deb -x "$scratch"/prometheus_*.deb "$target"
 else
-    say "Debian's package prometheus could not be fetched (apt-get update?): its tests are skipped"
+    fail "Debian's package prometheus could not be fetched (apt-get update?)"
 fi

@@ -72,7 +72,7 @@ _WARMUP = _load(
     help="Load before anything counts.",
     metavar="SECONDS",
     min=0,
-    show_default=f"{DEFAULT_WARMUP_S:g}, with --trace 0: each of its requests counts",
+    show_default=f"{DEFAULT_WARMUP_S:g}; 0 with --trace, whose every request counts",
 )
 _DURATION = _load(
     "--duration",

@@ -23,6 +23,8 @@ _LATENCIES = {"TTFT": "ttft_ms", "ITL": "itl_ms", "E2E": "e2e_ms"}
 # From here on a ratio has a colour; smaller ones come with every repetition.
 _COLOURED_CHANGE = 0.05
 _NUM_SHOWN = 6
+# Of fewer requests the 90th percentile is that of one or two.
+_MIN_REQUESTS = 20
 _LABEL_OF_GPUS = "total_gpus"
 # Settings that each start draws anew, or that say where a process is and not what it does.
 _PLACES = ("address", "endpoints", "port", "directory", "file", "host", "id", "log_dir")
@@ -199,6 +201,8 @@ def _remarks(results: Results) -> Iterator[str]:
         counts = point["requests"]
         if lost := counts["failed"] + counts["cut_off"]:
             yield f"{results.name}: {load}: {lost} of {counts['sent']} requests did not end well"
+        if 0 < counts["finished"] < _MIN_REQUESTS:
+            yield f"{results.name}: {load}: percentiles are of {counts['finished']} requests only"
         if point["client"]["is_near_limit"]:
             yield f"{results.name}: {load}: the client was near its limit"
     if results.report["is_interrupted"]:

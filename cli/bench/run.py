@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from dataclasses import dataclass
 
@@ -64,15 +65,6 @@ class Limits:
         """How many ``load`` may send within its window; ``None``: any number."""
         return self.max_requests if self.rounds is None else self.rounds * int(load.value)
 
-    @property
-    def settles(self) -> bool:
-        """Whether the requests of the warm-up must have ended before the window opens.
-
-        Where time ends the window, those that end within it stand for those that run on after it. Where the end of the
-        last request does, nothing runs on, and they would be too many.
-        """
-        return self.duration_s is None or self.max_requests is not None or self.rounds is not None
-
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPlan:
@@ -88,6 +80,16 @@ class BenchPlan:
     workload: WorkloadConfig
     sender: SenderConfig
     seed: int
+
+    @property
+    def settles(self) -> bool:
+        """Whether the requests of the warm-up must have ended before the window opens.
+
+        Where time ends the window, those that end within it stand for those that run on after it. Where the end of the
+        last request may, nothing runs on, and they would be too many. A trace may end before the time is over.
+        """
+        limits = self.limits
+        return limits.max_requests is not None or limits.rounds is not None or self.workload.trace is not None
 
 
 @dataclass(frozen=True)
@@ -165,13 +167,14 @@ class Sender:
                             record.tokens(len(part.token_ids))
                     elif type(part) is ChoiceFinished:
                         finished = part
+            assert finished is not None, "a stream that ends well ends with ChoiceFinished"
         except ServingError as error:
             record.failed(error)
             return _PAUSE_AFTER_ERROR_S if error.retry_delay_s is None else error.retry_delay_s
-        except asyncio.CancelledError:
+        except BaseException:
+            # A bug ends the request too: the warm-up settles once no request runs.
             record.cut_off()
             raise
-        assert finished is not None, "a stream that ends well ends with ChoiceFinished"
         record.finished(finished)
         return 0.0
 
@@ -216,9 +219,11 @@ async def _run_load(loop: Coroutine[None, None, None], window: Window, recorder:
     try:
         if limits.warmup_s:
             await asyncio.wait({task}, timeout=limits.warmup_s)
-            if limits.settles:
+            if plan.settles:
                 window.settle()
-                await _wait_until_idle(task, recorder, drain_timeout_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(drain_timeout_s):
+                        await recorder.idle()
             recorder.open()
         await asyncio.wait({task}, timeout=limits.duration_s)
         recorder.close()
@@ -235,12 +240,3 @@ async def _run_load(loop: Coroutine[None, None, None], window: Window, recorder:
         if not task.cancelled():
             task.result()
     return False
-
-
-async def _wait_until_idle(task: asyncio.Task[None], recorder: Recorder, timeout_s: float) -> None:
-    """Return when no request runs, ``task`` has ended, or ``timeout_s`` is over."""
-    idle = asyncio.create_task(recorder.idle())
-    try:
-        await asyncio.wait({task, idle}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        idle.cancel()

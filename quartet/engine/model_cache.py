@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from quartet.engine.fingerprint import weight_files
-from quartet.engine.model_check import missing_files, model_files, weights_fault
+from quartet.engine.model_check import SUMS_FILE, missing_files, model_files, weights_fault
 from quartet.engine.model_copy import is_whole_copy, origin_of
 from quartet.errors import ConfigError
 
@@ -30,7 +31,7 @@ class CachedModel:
         name: a repository's id, or the name of a copy's folder.
         revision: commit and branches of a repository, the folder that a copy was made of.
         faults: what it lacks, as far as a look at names and headers shows; empty: nothing.
-        changed_at: when the last of its files was written, in seconds since 1970.
+        changed_at: when the last of its files was fetched or copied, in seconds since 1970.
     """
 
     name: str
@@ -43,19 +44,23 @@ class CachedModel:
     changed_at: float
 
 
-def cached_models(copies: Path) -> list[CachedModel]:
+def cached_models(copies: Path, on_unreadable: Callable[[str], object] = lambda _: None) -> list[CachedModel]:
     """All models of the Hub's cache (``HF_HOME``) and copies below ``copies``, by name.
+
+    Args:
+        copies: the folder of copies.
+        on_unreadable: called with what is wrong with each repository in the Hub's cache that can't be listed.
 
     Raises:
         ConfigError: field ``cache``; a folder can't be read.
     """
     try:
-        return sorted([*_of_hub(), *_copies(copies)], key=lambda model: (model.name, model.revision))
+        return sorted([*_of_hub(on_unreadable), *_copies(copies)], key=lambda model: (model.name, model.revision))
     except OSError as error:
         raise ConfigError(f"cache: {error.filename} can't be read: {error.strerror}") from error
 
 
-def _of_hub() -> Iterator[CachedModel]:
+def _of_hub(on_unreadable: Callable[[str], object]) -> Iterator[CachedModel]:
     try:
         from huggingface_hub import scan_cache_dir
         from huggingface_hub.errors import CacheNotFound
@@ -65,6 +70,12 @@ def _of_hub() -> Iterator[CachedModel]:
         found = scan_cache_dir()
     except CacheNotFound:
         return
+    except ValueError as error:  # it is a file
+        raise ConfigError(f"cache: {error}") from error
+    # The Hub's library leaves such a repository out. Its texts name the path, and so the kind of repository.
+    for warning in found.warnings:
+        if "/models--" in str(warning):
+            on_unreadable(str(warning))
     for repository in found.repos:
         if repository.repo_type != "model":
             continue
@@ -86,7 +97,7 @@ def _of_hub() -> Iterator[CachedModel]:
 def _copies(folder: Path) -> Iterator[CachedModel]:
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and (origin := origin_of(path)) is not None:
-            stats = [file.stat() for file in model_files(path)]
+            stats = list(_stats(model_files(path)))
             unfinished = () if is_whole_copy(path) else ("it is being copied, or that broke off",)
             yield CachedModel(
                 name=path.name,
@@ -96,11 +107,22 @@ def _copies(folder: Path) -> Iterator[CachedModel]:
                 size_bytes=sum(stat.st_size for stat in stats),
                 num_files=len(stats),
                 faults=(*unfinished, *_faults(path)),
-                changed_at=max((stat.st_mtime for stat in stats), default=path.stat().st_mtime),
+                # Files have the times of those that they are copies of.
+                changed_at=(path / SUMS_FILE).stat().st_mtime,
             )
 
 
+def _stats(paths: list[Path]) -> Iterator[os.stat_result]:
+    for path in paths:
+        # A link leads to nothing, or a process that copies has just renamed the file.
+        if path.exists():
+            yield path.stat()
+
+
 def _faults(folder: Path) -> Iterator[str]:
+    for path in model_files(folder):
+        if path.is_symlink() and not path.exists():
+            yield f"{path.name} is missing: its link leads to no file"
     for name, why in missing_files(folder):
         yield f"{name} is missing: {why}"
     for path in weight_files(folder):

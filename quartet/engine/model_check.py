@@ -6,8 +6,10 @@ file), or where the folder has ``SHA256SUMS``, as ``sha256sum`` writes it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
 import struct
 from collections.abc import Callable, Iterator
@@ -146,10 +148,12 @@ def sha256_of(path: Path, on_read: Callable[[int], object] = lambda _: None) -> 
 
 
 def _check(path: Path, listed: str | None, on_read: Callable[[int], object]) -> CheckedFile:
-    blob = path.resolve()
+    blob = Path(os.path.realpath(path))
     try:
         size_bytes = blob.stat().st_size
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
         return CheckedFile(path.name, 0, FileVerdict.MISSING, "its link leads to no file")
     fault = weights_fault(path) if path.suffix == ".safetensors" else ""
     expected, digest = listed, hashlib.sha256()

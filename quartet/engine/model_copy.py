@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,21 +30,53 @@ def files_to_copy(source: Path, *, needs_weights: bool = True) -> list[Path]:
     """The files of ``source`` that serve a model, by name: what would be fetched of a repository.
 
     Raises:
-        ConfigError: field ``model``; there is no such folder, or no ``config.json`` in it.
+        ConfigError: field ``model``; there is no such folder, no ``config.json`` in it, or a file is a link to nothing.
     """
     try:
-        files = sorted(path for path in source.iterdir() if path.is_file())
+        found = sorted(source.iterdir())
     except OSError as error:
         raise ConfigError(f"model: {source} can't be read: {error.strerror}") from error
+    wanted = [path for path in found if is_model_file(path.name, needs_weights=needs_weights)]
+    for path in wanted:
+        if path.is_symlink() and not path.exists():
+            raise ConfigError(f"model: {path} is a link that leads to no file")
     if not (source / "config.json").is_file():
         raise ConfigError(f"model: {source} holds no config.json")
-    return [path for path in files if is_model_file(path.name, needs_weights=needs_weights)]
+    return [path for path in wanted if path.is_file()]
 
 
-def copy_model(files: Sequence[Path], target: Path, on_copied: Callable[[int], object] = lambda _: None) -> None:
+def is_copy_name(name: str) -> bool:
+    """Whether a copy can have that name: it names a folder directly in the folder of copies."""
+    return "/" not in name and name not in ("", ".", "..")
+
+
+def copy_target(source: Path, copies: Path, name: str | None = None) -> Path:
+    """The folder that a copy of ``source`` is to be: in ``copies``, of that name, else of the source's. Makes nothing.
+
+    Raises:
+        ConfigError: field ``name``; it is not the name of one folder; field ``cache``; the copy would be in ``source``.
+    """
+    real_source = Path(os.path.realpath(source))
+    name = real_source.name if name is None else name
+    if not is_copy_name(name):
+        raise ConfigError(f"name: {name!r} is not a name of one folder in {copies}")
+    target = copies / name
+    if Path(os.path.realpath(target)).is_relative_to(real_source):
+        raise ConfigError(f"cache: {target} is in {source}, which is to be copied")
+    return target
+
+
+def copy_model(
+    files: Sequence[Path],
+    target: Path,
+    on_copied: Callable[[int], object] = lambda _: None,
+    *,
+    damaged: Collection[str] = (),
+) -> None:
     """Make ``target`` a copy of ``files``, with their digests in ``SHA256SUMS``. Blocks until then.
 
-    What an earlier call copied is not copied again, unless the file has changed since; a file begun is gone on with.
+    What an earlier call copied is not copied again, unless the file has changed since: copies have their file's time of
+    change. A file begun is gone on with where it first differs from its source, which is read from its start.
     Files that an earlier call copied and that are no longer among ``files`` are deleted. Digests are of what was read;
     whether it came to the disk whole is for ``check_model`` to say.
 
@@ -52,6 +84,7 @@ def copy_model(files: Sequence[Path], target: Path, on_copied: Callable[[int], o
         files: of one folder.
         target: made if there is none.
         on_copied: called with each number of bytes that need no more be copied.
+        damaged: names of files in ``target`` that an earlier call copied, and that are to be copied again.
 
     Raises:
         ConfigError: field ``cache``; ``target`` holds something else, has too little room, can't be written, or another
@@ -60,9 +93,12 @@ def copy_model(files: Sequence[Path], target: Path, on_copied: Callable[[int], o
     """
     source = files[0].parent.resolve()
     try:
+        # A folder of another kind does not even get a lock file.
+        _demand_ours(target, source)
         target.mkdir(parents=True, exist_ok=True)
         with _locked(target):
-            _copy(source, files, target, on_copied)
+            _demand_ours(target, source)
+            _copy(source, files, target, on_copied, damaged)
     except OSError as error:
         raise ConfigError(f"cache: {target} can't be written: {error.strerror or error}") from error
 
@@ -81,21 +117,42 @@ def is_whole_copy(folder: Path) -> bool:
     return not any(path.suffix == _PART for path in folder.iterdir())
 
 
-def _copy(source: Path, files: Sequence[Path], target: Path, on_copied: Callable[[int], object]) -> None:
+def _demand_ours(target: Path, source: Path) -> None:
+    """Refuse a ``target`` that holds anything but a copy of ``source``."""
     origin = origin_of(target)
-    if origin is None and any(path.name != _LOCK_FILE for path in target.iterdir()):
+    if origin is None and target.exists() and any(path.name != _LOCK_FILE for path in target.iterdir()):
         raise ConfigError(f"cache: {target} holds files that are no copy of a model: name the copy otherwise")
     if origin not in (None, source):
         raise ConfigError(f"cache: {target} is a copy of {origin}: name the copy of {source} otherwise")
+
+
+def _copy(
+    source: Path,
+    files: Sequence[Path],
+    target: Path,
+    on_copied: Callable[[int], object],
+    damaged: Collection[str],
+) -> None:
     expected, done = read_sums(source), read_sums(target)
-    _drop_leftovers(target, {path.name for path in files}, done)
-    todo = [path for path in files if not (path.name in done and _is_same(path, target / path.name))]
+    _drop_leftovers(target, _names(files), done)
+    for name in done.keys() & set(damaged):
+        (target / name).unlink(missing_ok=True)
+    todo = [
+        path
+        for path in files
+        if not (
+            path.name in done
+            and expected.get(path.name) in (None, done[path.name])
+            and _is_same(path, target / path.name)
+        )
+    ]
     for path in files:
         if path not in todo:
             on_copied(path.stat().st_size)
     _demand_room(todo, target)
-    sums = {name: digest for name, digest in done.items() if name in {path.name for path in files} - _names(todo)}
-    _write_sums(target, source, sums)
+    sums = {name: digest for name, digest in done.items() if name in _names(files) - _names(todo)}
+    if sums != done or not done:
+        _write_sums(target, source, sums)
     for path in todo:
         sums[path.name] = _copy_file(path, target / path.name, expected.get(path.name), on_copied)
         _write_sums(target, source, sums)
@@ -113,39 +170,46 @@ def _drop_leftovers(target: Path, names: set[str], done: dict[str, str]) -> None
 
 
 def _is_same(path: Path, copy: Path) -> bool:
-    """Whether ``copy`` is as long as ``path``, and not older."""
+    """Whether ``copy`` has the length and the time of change of ``path``, which may become older (``cp -p``)."""
     try:
         there, here = path.stat(), copy.stat()
     except FileNotFoundError:
         return False
-    return there.st_size == here.st_size and there.st_mtime_ns <= here.st_mtime_ns
+    return (there.st_size, there.st_mtime_ns) == (here.st_size, here.st_mtime_ns)
 
 
 def _demand_room(files: Sequence[Path], target: Path) -> None:
-    begun = sum(part.stat().st_size for part in target.glob(f"*{_PART}"))
-    needed, free = sum(path.stat().st_size for path in files) - begun, shutil.disk_usage(target).free
+    needed, free = sum(_size_to_write(path, target) for path in files), shutil.disk_usage(target).free
     if needed > free:
         raise ConfigError(f"cache: {target} has {free / 1e9:.1f} GB left, and {needed / 1e9:.1f} GB are to be copied")
+
+
+def _size_to_write(path: Path, target: Path) -> int:
+    part = target / f"{path.name}{_PART}"
+    begun = part.stat().st_size if part.exists() else 0
+    return max(0, path.stat().st_size - begun)
 
 
 def _copy_file(path: Path, copy: Path, expected: str | None, on_copied: Callable[[int], object]) -> str:
     """Copy one file, and return the SHA-256 of what was read."""
     part = copy.with_name(copy.name + _PART)
     before = path.stat()
-    # A part begun before the file's last change is of another file.
-    if part.exists() and (part.stat().st_mtime_ns < before.st_mtime_ns or part.stat().st_size > before.st_size):
-        part.unlink()
     digest = hashlib.sha256()
-    with part.open("a+b", buffering=0) as written, _opened(path) as read:
-        written.seek(0)
-        for chunk in _chunks(written.read):
-            digest.update(chunk)
-            on_copied(len(chunk))
-        read.seek(written.tell())
+    part.touch()
+    with part.open("r+b") as written, _opened(path) as read:
+        is_begun = True
         for chunk in _chunks(lambda size: _read(path, read, size)):
             digest.update(chunk)
-            written.write(chunk)
+            start = written.tell()
+            # What a crash or another state of the file left is not to be trusted.
+            if is_begun and written.read(len(chunk)) != chunk:
+                is_begun = False
+                written.seek(start)
+            if not is_begun:
+                written.write(chunk)
             on_copied(len(chunk))
+        written.truncate()
+        written.flush()
         os.fsync(written.fileno())
         # Who checks the copy is to read the disk, not what memory still holds.
         os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -156,6 +220,7 @@ def _copy_file(path: Path, copy: Path, expected: str | None, on_copied: Callable
     if expected not in (None, actual):
         part.unlink()
         raise ConfigError(f"model: {path} does not have the digest that {SUMS_FILE} beside it says")
+    os.utime(part, ns=(before.st_atime_ns, before.st_mtime_ns))
     part.rename(copy)
     return actual
 

@@ -94,14 +94,13 @@ def fetch_model(
     return folder
 
 
-def find_cached_model(repository: Repository, *, needs_weights: bool) -> Path:
-    """The folder of ``repository`` in the Hub's cache; nothing is fetched.
+def find_cached_model(repository: Repository) -> Path:
+    """The folder of ``repository`` in the Hub's cache, with or without weights; nothing is fetched.
 
     Raises:
-        ConfigError: it is not there, or not wholly; names ``model_path``.
+        ConfigError: it is not there, or a small file of it is not; names ``model_path``.
     """
-    patterns = _patterns(needs_weights=needs_weights)
-    return _fetch_from_hub(repository, patterns, has_bars=False, is_offline=True)
+    return _fetch_from_hub(repository, _SMALL_FILES, has_bars=False, is_offline=True)
 
 
 def drop_cached_files(folder: Path, names: Iterable[str]) -> None:
@@ -155,7 +154,16 @@ def _fetch_from_hub(
     # contains addresses, so it is not shown.
     except Exception as error:
         logger.debug("fetching %s failed", repository, exc_info=True)
+        if (fault := _disk_fault(error, cache)) is not None:
+            raise ConfigError(f"model_path: {repository}: the Hub's cache can't be used: {fault}") from None
         raise _refusal(repository, _reason(error)) from None
+
+
+def _disk_fault(error: Exception, cache: Path) -> str | None:
+    """What the system says of a file or folder; ``None``: the error is of another kind. HTTP errors are ``OSError``."""
+    if not isinstance(error, OSError) or error.strerror is None or isinstance(error, ConnectionError | TimeoutError):
+        return None
+    return f"{error.filename or cache}: {error.strerror}"
 
 
 def _reason(error: Exception) -> str:
@@ -168,7 +176,7 @@ def _reason(error: Exception) -> str:
         (errors.RevisionNotFoundError, "it has no such revision"),
         (
             errors.LocalEntryNotFoundError,
-            "it is not in the cache, and the Hub can't be reached (or HF_HUB_OFFLINE is set)",
+            "it is not in the cache, or not wholly, and the Hub can't be reached (or HF_HUB_OFFLINE is set)",
         ),
         (errors.OfflineModeIsEnabled, "it is not in the cache, and HF_HUB_OFFLINE is set"),
     ]

@@ -65,11 +65,13 @@ class Gpu(NamedTuple):
         handle: NVML's.
         number: NVML's number of the GPU.
         uuid: ``GPU-...`` or ``MIG-...``.
+        fault: why NVML gives no handle; it tells nothing then. Empty: it does.
     """
 
     handle: Any
     number: str
     uuid: str
+    fault: str = ""
 
 
 def watch_gpus(
@@ -123,7 +125,7 @@ class _GpuCollector(Collector):
                     num_values += 1
             yield family
         if num_values:
-            self._pause_s = _FIRST_PAUSE_S
+            self._pause_s, self._last_message = _FIRST_PAUSE_S, ""
         else:  # a driver that was loaded anew knows no old handles
             self._gpus = None
             self._give_up("the GPUs tell nothing any more")
@@ -137,10 +139,20 @@ class _GpuCollector(Collector):
             return ()
         try:
             nvml.nvmlInit()
-            gpus = _visible_gpus(nvml, self._visible)
+            gpus = self._chosen(_visible_gpus(nvml, self._visible))
         except nvml.NVMLError as error:
             self._give_up(str(error))
             return None
+        faulty = [gpu for gpu in gpus if gpu.fault]
+        if gpus and len(faulty) == len(gpus):
+            self._give_up(faulty[0].fault)
+            return None
+        for gpu in faulty:
+            logger.warning("no figures of GPU %s: %s", gpu.number, gpu.fault)
+        return [gpu for gpu in gpus if not gpu.fault]
+
+    def _chosen(self, gpus: Sequence[Gpu]) -> Sequence[Gpu]:
+        """Those of the visible ones that the worker uses."""
         if self._number is None:
             return gpus
         if self._number >= len(gpus):
@@ -160,7 +172,7 @@ class _GpuCollector(Collector):
 
 def _visible_gpus(nvml: Nvml, visible: str | None) -> Sequence[Gpu]:
     """Those of CUDA, in its order; as CUDA has it, what follows an entry that names none, or several, is not seen."""
-    gpus = [_describe(nvml, nvml.nvmlDeviceGetHandleByIndex(number)) for number in range(nvml.nvmlDeviceGetCount())]
+    gpus = [_describe(nvml, number) for number in range(nvml.nvmlDeviceGetCount())]
     if visible is None:
         return gpus
     parts = [part for gpu in gpus for part in _mig_devices(nvml, gpu)] if "MIG-" in visible else []
@@ -178,16 +190,22 @@ def _visible_gpus(nvml: Nvml, visible: str | None) -> Sequence[Gpu]:
 
 
 def _named(name: str, gpus: Sequence[Gpu], parts: Sequence[Gpu]) -> Sequence[Gpu]:
-    """The GPUs, or their parts, that an entry may mean: a number, or the beginning of a UUID."""
+    """The GPUs, or their parts, that an entry may mean: a number, or the beginning of a UUID.
+
+    A UUID that no GPU has is taken for that of one with a fault, whose UUID is not known.
+    """
     if name.isdecimal():
         return gpus[int(name) : int(name) + 1]
-    if name.startswith("GPU-"):
-        return [gpu for gpu in gpus if gpu.uuid.startswith(name)]
-    return [part for part in parts if part.uuid.startswith(name)] if name.startswith("MIG-") else ()
+    if not name.startswith(("GPU-", "MIG-")):
+        return ()
+    found = [gpu for gpu in (*gpus, *parts) if gpu.uuid.startswith(name)]
+    return found or [gpu._replace(number=name) for gpu in gpus if gpu.fault][:1]
 
 
 def _mig_devices(nvml: Nvml, gpu: Gpu) -> Iterator[Gpu]:
     """The parts of a GPU, none where it has none. They tell their memory, but not what the whole GPU does."""
+    if gpu.fault:
+        return
     with suppress(nvml.NVMLError):
         for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu.handle)):
             with suppress(nvml.NVMLError):  # places may be empty
@@ -195,8 +213,13 @@ def _mig_devices(nvml: Nvml, gpu: Gpu) -> Iterator[Gpu]:
                 yield Gpu(part, gpu.number, _text(nvml.nvmlDeviceGetUUID(part)))
 
 
-def _describe(nvml: Nvml, gpu: Any) -> Gpu:
-    return Gpu(gpu, str(nvml.nvmlDeviceGetIndex(gpu)), _text(nvml.nvmlDeviceGetUUID(gpu)))
+def _describe(nvml: Nvml, number: int) -> Gpu:
+    """The GPU of NVML's ``number``; one that is broken must not hide the others."""
+    try:
+        gpu = nvml.nvmlDeviceGetHandleByIndex(number)
+        return Gpu(gpu, str(number), _text(nvml.nvmlDeviceGetUUID(gpu)))
+    except nvml.NVMLError as error:
+        return Gpu(None, str(number), "", str(error))
 
 
 def _value(nvml: Nvml, gpu: Any, read: _Read) -> float | None:

@@ -7,8 +7,10 @@ with ids that were drawn ahead, and are made whole.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -23,6 +25,10 @@ from quartet.telemetry.tracing import Span
 
 # At the end of the process, what waits has this long to be sent, and an export under way this long to give up.
 _FLUSH_TIMEOUT_S, _GIVE_UP_TIMEOUT_S = 2.0, 0.5
+
+# What logs about a collector that is away: the exporter each try and each failure, the processor each full queue.
+_LOGGERS = ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk._shared_internal")
+_LOG_INTERVAL_S = 60.0
 
 _SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.DEFAULT)
 
@@ -41,8 +47,17 @@ class OtlpSink:
     A collector that is away costs nothing but its spans: they are dropped once ``OTEL_BSP_MAX_QUEUE_SIZE`` wait.
     """
 
-    def __init__(self, endpoint: str, resource: Mapping[str, str]) -> None:
-        """Send to ``endpoint``; empty: where the variables say. ``resource`` says whose spans they are."""
+    def __init__(self, endpoint: str, resource: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
+        """Send to ``endpoint``; empty: where the variables say. ``resource`` says whose spans they are.
+
+        ``clock`` gives seconds: the SDK's loggers say something once a minute at most, from now on.
+        """
+        for name in _LOGGERS:
+            logger = logging.getLogger(name)
+            # In place of the SDK's own, which leaves out only what was said just before: tries and failures alternate.
+            for old in tuple(logger.filters):
+                logger.removeFilter(old)
+            logger.addFilter(_SeldomFilter(clock))
         self._resource = Resource.create(dict(resource))
         self._sampler = TracerProvider(resource=self._resource, shutdown_on_exit=False).sampler
         self._exporter = OTLPSpanExporter(endpoint=endpoint or None)
@@ -106,3 +121,20 @@ async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+class _SeldomFilter(logging.Filter):
+    """Lets one warning or error of a logger through in a minute, and all that is less."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock = clock
+        self._next_at = float("-inf")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        if (now := self._clock()) < self._next_at:
+            return False
+        self._next_at = now + _LOG_INTERVAL_S
+        return True

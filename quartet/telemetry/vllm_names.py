@@ -11,7 +11,6 @@ twice. docs/observability.md has the table.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,9 +68,10 @@ class ModelFigures:
         num_waiting: choices in the router's queue.
         num_running: choices that it has placed and that have not ended.
         num_used_blocks: KV blocks of decode workers that are in use or held, by their last reports.
-        num_total_blocks: of these workers; 0: nothing is known.
+        num_total_blocks: of these workers; 0: nothing is known, or there are none.
         block_size: tokens of a block; 0: unknown.
-        max_model_len: most tokens of a sequence.
+        max_model_len: most tokens of a sequence, of any worker that the model has had.
+        has_workers: whether there are decode workers now. Without any no block can be had: all count as in use.
     """
 
     model: str
@@ -81,6 +81,7 @@ class ModelFigures:
     num_total_blocks: int
     block_size: int
     max_model_len: int
+    has_workers: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +179,9 @@ def _state(models: Iterable[ModelFigures]) -> Iterator[Metric]:
         labels = [figures.model, _ROUTER_ENGINE]
         running.add_metric(labels, figures.num_running)
         waiting.add_metric(labels, figures.num_waiting)
-        if figures.num_total_blocks:
-            usage.add_metric(labels, figures.num_used_blocks / figures.num_total_blocks)
+        if figures.num_total_blocks or not figures.has_workers:
+            share = figures.num_used_blocks / figures.num_total_blocks if figures.has_workers else 1.0
+            usage.add_metric(labels, share)
             config.add_metric([*labels, str(figures.block_size), str(figures.num_total_blocks)], 1)
     yield from (running, waiting, usage, config)
 
@@ -200,7 +202,9 @@ def _lengths(models: Mapping[str, ModelMetrics], longest: Mapping[str, int]) -> 
     for name, text, histogram_of in _MODEL_LENGTHS:
         family = HistogramMetricFamily(f"vllm:{name}", text, labels=_LABELS)
         for model, metrics in models.items():
-            child, most = histogram_of(metrics), longest.get(model, math.inf)
+            if model not in longest:  # no decode worker was seen, so no answer was; buckets that come never go
+                continue
+            child, most = histogram_of(metrics), longest[model]
             buckets = [(bound, num) for bound, num in child.buckets() if float(bound) <= most or bound == "+Inf"]
             family.add_metric([model, _ROUTER_ENGINE], buckets=buckets, sum_value=child.sum)
         yield family

@@ -23,6 +23,9 @@ from router.http.errors import to_parameter
 from router.http.events import EventStream, EventWriter
 from router.workers import WorkerTable
 
+# Set in a request once it runs in the pipeline, which then logs and counts it.
+RUNS = web.RequestKey("RUNS", bool)
+
 _Read: TypeAlias = Callable[[Mapping[str, Any], Caller], Generator[int, None, Asked]]
 
 
@@ -52,13 +55,19 @@ class Completions:
             token_bytes = await self._token_bytes(asked.starts[0].model)
         if asked.streams:
             return await self._stream(request, asked, caller, token_bytes, dialect)
-        return await self._answer(asked, caller, token_bytes, dialect)
+        return await self._answer(request, asked, caller, token_bytes, dialect)
 
     async def _answer(
-        self, asked: Asked, caller: Caller, token_bytes: TokenBytes | None, dialect: Dialect
+        self,
+        request: web.BaseRequest,
+        asked: Asked,
+        caller: Caller,
+        token_bytes: TokenBytes | None,
+        dialect: Dialect,
     ) -> web.Response:
         reply = dialect.whole(asked, self._model_name(asked), token_bytes)
         async with _Runs(self._pipeline, asked, reply.answers, caller) as runs:
+            request[RUNS] = True
             reply.head.set_request_id(runs.request_id)
             await runs.ended
         headers = self._headers(caller, runs.request_id, dialect)
@@ -77,6 +86,7 @@ class Completions:
         stream = EventStream(request, self._writer, max_unread_bytes=self._max_unread_bytes)
         reply = dialect.streamed(asked, self._model_name(asked), token_bytes, stream)
         async with _Runs(self._pipeline, asked, reply.answers, caller) as runs:
+            request[RUNS] = True
             reply.head.set_request_id(runs.request_id)
             stream.on_slow = partial(_end_slow, runs, request)
             self._connections.watch(stream)

@@ -28,7 +28,7 @@ from quartet.telemetry.tracing import valid_traceparent
 from router.client_address import client_address
 from router.generate import Pipeline
 from router.http.body import Bodies
-from router.http.completions import Completions
+from router.http.completions import RUNS, Completions
 from router.http.config import HttpConfig
 from router.http.connections import MAX_HEAD_BYTES, Connections
 from router.http.dialects import COMPLETIONS, MESSAGES, RESPONSES
@@ -37,6 +37,7 @@ from router.http.events import SERVER_NAME
 from router.http.keys import ApiKeys, Certificates
 from router.http.models import count_tokens, detokenize, health, list_models, show_model, tokenize_text
 from router.page.page import Page
+from router.request_log import log_refused
 
 logger = logging.getLogger(__name__)
 
@@ -122,12 +123,16 @@ class HttpServer:
             sees_fleet=self._sees_fleet,
         )
         self._open_paths = _OPEN_PATHS | self._page.open_paths
-        self._routes: dict[str, tuple[str, _Handler]] = {
-            **self._page.routes,
+        generating: dict[str, tuple[str, _Handler]] = {
             "/v1/chat/completions": ("POST", partial(completions.serve, read_chat, COMPLETIONS)),
             "/v1/completions": ("POST", partial(completions.serve, read_completion, COMPLETIONS)),
             "/v1/responses": ("POST", partial(completions.serve, read_response, RESPONSES)),
             "/v1/messages": ("POST", partial(completions.serve, read_messages, MESSAGES)),
+        }
+        self._generating_paths = frozenset(generating)
+        self._routes: dict[str, tuple[str, _Handler]] = {
+            **self._page.routes,
+            **generating,
             "/v1/messages/count_tokens": ("POST", self._count_tokens),
             "/v1/models": ("GET", self._models),
             "/tokenize": ("POST", self._tokenize),
@@ -223,12 +228,23 @@ class HttpServer:
         if path in self._open_paths:
             await enter(_OPEN_TENANT, 0)
             return await handler(request, caller)
+        if path not in self._generating_paths:
+            return await self._run_counted(request, handler, caller)
+        try:
+            return await self._run_counted(request, handler, caller)
+        except Exception as error:
+            if RUNS not in request and not isinstance(error, ConnectionError):
+                log_refused(caller, error, self._context.metrics)
+            raise
+
+    async def _run_counted(self, request: web.BaseRequest, handler: _Handler, caller: Caller) -> web.StreamResponse:
+        """Run ``handler`` if its tenant may have one more request. Raises ``DrainingError`` and ``QueueFullError``."""
         if self._is_draining:
             raise DrainingError("the router is going away", retry_delay_s=_DRAINING_RETRY_DELAY_S)
         self._count(caller.tenant)
         try:
             if request.method != "POST":  # else the handler pays for what the body asks for
-                await enter(caller.tenant, 0)
+                await self._context.intake.enter(caller.tenant, 0)
             return await handler(request, caller)
         finally:
             self._num_running -= 1

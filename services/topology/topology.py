@@ -18,7 +18,7 @@ from quartet.discovery.base import Role
 from quartet.discovery.checks import check_name
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind
 from quartet.engine.settings import EngineKind, EngineSettings, Modality, refused_fields
-from quartet.engine.trtllm.arguments import LlmArguments, Use, llm_arguments
+from quartet.engine.trtllm.arguments import PERF_METRICS, TRACES_ENDPOINT, LlmArguments, Use, llm_arguments
 from quartet.engine.trtllm.environment import num_ranks_of
 from quartet.errors import ConfigError
 from quartet.rpc.channels import TlsConfig
@@ -639,6 +639,29 @@ def check_gpus(plans: Sequence[ProcessPlan]) -> list[str]:
                     f"{plan.name}: gpus: {len(plan.gpus)} given, but the model takes {num_ranks} "
                     "(tensor times pipeline times context parallel size)"
                 )
+    return lines
+
+
+def trace_arguments(plans: Sequence[ProcessPlan], variables: Mapping[str, str]) -> list[str]:
+    """A line of each worker in ``plans`` whose TensorRT-LLM sends spans, with the arguments that make it do so.
+
+    ``variables`` is the environment that processes begin with. Workers whose engine file is not here are left out.
+
+    Raises:
+        ConfigError: as ``check_engines``.
+    """
+    lines: list[str] = []
+    for plan in plans:
+        config = build(WorkerConfig, plan.settings)
+        file = config.engine.extra_engine_args
+        if config.engine.kind is EngineKind.TRTLLM and (file is None or file.is_file()):
+            tracing = config.tracing.with_variables({**variables, **plan.environment})
+            values = _trtllm_arguments(plan, replace(config, tracing=tracing)).values
+            if TRACES_ENDPOINT in values:
+                shown = ", ".join(
+                    f"{name}: {values[name]}" for name in (TRACES_ENDPOINT, PERF_METRICS) if name in values
+                )
+                lines.append(f"{plan.name}: TensorRT-LLM gets {shown}")
     return lines
 
 

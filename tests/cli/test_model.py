@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,8 +47,10 @@ def test_a_fetch_that_was_killed_goes_on_and_what_comes_damaged_is_fetched_again
         killed.wait(60)
     first = {name for name, _ in hub.ranges}
 
-    listed = json.loads(run(hub, tmp_path, "list", "--json", "--cache", str(tmp_path / "none")).stdout)
+    said = run(hub, tmp_path, "list", "--json", "--cache", str(tmp_path / "none"))
+    listed = json.loads(said.stdout)
     assert [(one["name"], one["origin"]) for one in listed] in ([], [(REPOSITORY, "hub")])
+    assert bool(listed) != ("quartet: left out of the list: " in said.stderr)
     assert all("*.safetensors is missing" in " ".join(one["faults"]) for one in listed)
 
     hub.ranges.clear()
@@ -92,6 +95,54 @@ def test_a_folder_is_copied_listed_and_checked_by_its_name(tmp_path: Path, monke
     checked = CliRunner().invoke(app, ["model", "check", "mine"])
     assert checked.exit_code == 1
     assert "damaged" in checked.stdout
+
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    written_at = (tiny.CHECKPOINT / "model.safetensors").stat().st_mtime_ns
+    os.utime(folder / "model.safetensors", ns=(written_at, written_at))
+    content = bytearray((folder / "config.json").read_bytes())
+    content[-1] ^= 1
+    (folder / "config.json").write_bytes(content)
+    written_at = (tiny.CHECKPOINT / "config.json").stat().st_mtime_ns
+    os.utime(folder / "config.json", ns=(written_at, written_at))
+    mended = CliRunner().invoke(app, ["model", "fetch", str(tiny.CHECKPOINT), "--name", "mine"])
+    assert "quartet: config.json: damaged, copied again" in mended.stderr
+    assert mended.exit_code == 0
+    assert CliRunner().invoke(app, ["model", "check", "mine"]).exit_code == 0
+
+
+def test_a_copy_comes_before_a_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    fetched = CliRunner().invoke(app, ["model", "fetch", str(tiny.CHECKPOINT), "--name", "mine", "--cache", "models"])
+    assert fetched.exit_code == 0
+    for name, folder in (("mine", "models/mine"), ("./mine", "mine"), (".", ".")):
+        checked = CliRunner().invoke(app, ["model", "check", name, "--cache", "models", "--json"])
+        assert json.loads(checked.stdout)["folder"] == folder
+
+
+def test_what_can_be_no_copy_is_refused_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = Path(shutil.copytree(tiny.CHECKPOINT, tmp_path / "m1"))
+    (tmp_path / "loop").symlink_to("loop")
+    before = sorted(tmp_path.rglob("*"))
+    for arguments, said in (
+        (["m1", "--cache", "models", "--name", ".."], "name: '..' is not a name of one folder in models"),
+        (["m1", "--cache", "models", "--name", "../x"], "name: '../x' is not a name of one folder in models"),
+        (["m1", "--cache", "m1"], "cache: m1/m1 is in m1, which is to be copied"),
+        (["loop"], "model: loop can't be read: Too many levels of symbolic links"),
+        ([REPOSITORY, "--cache", "models"], "cache: only for copies of folders"),
+        ([REPOSITORY, "--name", "x"], "name: only for copies of folders"),
+    ):
+        result = CliRunner().invoke(app, ["model", "fetch", *arguments])
+        assert (result.exit_code, said in result.stderr) == (1, True), (arguments, result.stderr, result.exception)
+    result = CliRunner().invoke(app, ["model", "check", REPOSITORY, "--cache", "models"])
+    assert (result.exit_code, "cache: only for copies of folders" in result.stderr) == (1, True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+    (source / "loop.json").symlink_to("loop.json")
+    checked = CliRunner().invoke(app, ["model", "check", "./m1"])
+    assert (checked.exit_code, "loop.json" in checked.stdout) == (1, True), checked.exception
 
 
 @pytest.mark.parametrize(

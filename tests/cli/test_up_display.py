@@ -382,6 +382,22 @@ def test_the_url_of_a_collector_may_be_left_out(
         assert result.stdout.count(f"tracing.endpoint: {endpoint}") == (2 if endpoint else 0)
 
 
+@in_empty_directory
+def test_what_tensorrt_llm_gets_for_its_spans_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gets(*options: str) -> list[str]:
+        lines = dry_run(Path("trtllm/disagg"), *options).stderr.splitlines()
+        return [line for line in lines if "TensorRT-LLM gets" in line]
+
+    def both(endpoint: str) -> list[str]:
+        arguments = f"otlp_traces_endpoint: {endpoint}, return_perf_metrics: True"
+        return [f"up        | {name}: TensorRT-LLM gets {arguments}" for name in ("prefill-0", "decode-0")]
+
+    assert gets() == []
+    assert gets("--otel", "http://collector:4317") == both("http://collector:4317")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://other:4317")
+    assert gets("--otel") == both("http://other:4317")
+
+
 _TWO = """\
 model: {path: nobody/nothing}
 engine: {kind: trtllm}

@@ -20,6 +20,8 @@ from tests.e2e.process import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
+#: Where ``tools/prometheus.sh`` unpacks Debian's package.
+UNPACKED = ROOT / ".tools/prometheus"
 #: All windows of the rules are so much shorter, and Prometheus looks so much more often.
 FASTER = 15
 _TIMEOUT_S = 60.0
@@ -28,7 +30,7 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 
 def find_prometheus() -> Path | None:
     """The program: on the PATH, or as ``tools/prometheus.sh`` has unpacked it."""
-    unpacked = ROOT / ".tools/prometheus/usr/bin/prometheus"
+    unpacked = UNPACKED / "usr/bin/prometheus"
     found = shutil.which("prometheus") or (str(unpacked) if unpacked.exists() else None)
     return None if found is None else Path(found)
 

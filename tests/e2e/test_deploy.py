@@ -27,7 +27,7 @@ from tests.e2e.conftest import StartStack
 from tests.e2e.faulty_worker import lost_file
 from tests.e2e.placed import place
 from tests.e2e.process import wait_until
-from tests.e2e.prometheus import DEPLOY, Prometheus, find_prometheus
+from tests.e2e.prometheus import DEPLOY, Prometheus
 from tests.e2e.stack import REMOTE_PREFILL, Stack, StackConfig
 from tests.fakes.nvml import FakeNvml
 
@@ -131,11 +131,8 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(start_stack: StartStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(prometheus: Path, start_stack: StartStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """One prefill, two decodes and a router under load, scraped by Prometheus, and the GPUs of a worker that is not."""
-    binary = find_prometheus()
-    if binary is None:
-        pytest.skip("no prometheus: apt-get install prometheus, or tools/prometheus.sh")
     folder, gpus = tmp_path_factory.mktemp("faults"), CollectorRegistry()
     watch_gpus(gpus, "0", None, FakeNvml)
     telemetry = TelemetryServer("127.0.0.1:0", gpus, Probes(is_alive=lambda: True, is_ready=lambda: True))
@@ -152,10 +149,10 @@ def site(start_stack: StartStack, tmp_path_factory: pytest.TempPathFactory) -> I
     )
     targets = f"http://{stack.processes['router'].http_address}/prometheus/targets"
     with (
-        Prometheus(binary, tmp_path_factory.mktemp("prometheus"), targets, gpu_address) as prometheus,
+        Prometheus(prometheus, tmp_path_factory.mktemp("prometheus"), targets, gpu_address) as server,
         Load(stack.router_address) as load,
     ):
-        yield Site(stack, prometheus, load, folder)
+        yield Site(stack, server, load, folder)
     asyncio.run(telemetry.close())
 
 

@@ -117,6 +117,22 @@ def test_the_name_of_a_file_in_the_hubs_cache_is_its_digest(folder: Path, tmp_pa
     }
 
 
+def test_sums_come_before_the_name_of_a_file_in_the_hubs_cache(folder: Path, tmp_path: Path) -> None:
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    shutil.move(folder / WEIGHTS, blobs / ("0" * 64))
+    (folder / WEIGHTS).symlink_to(blobs / ("0" * 64))
+    assert bad(check_model(folder)) == {WEIGHTS: FileVerdict.DAMAGED}
+    write_sums(folder)
+    assert bad(check_model(folder)) == {}
+
+
+def test_a_link_that_leads_to_itself_leads_to_no_file(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("tokenizer.json")
+    assert bad(check_model(folder)) == {"tokenizer.json": FileVerdict.MISSING}
+
+
 def test_a_folder_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^model: .*/gone can't be read: No such file"):
         check_model(tmp_path / "gone")

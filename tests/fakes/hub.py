@@ -26,6 +26,7 @@ class Hub:
         has_hung: set once one did.
         damaged: names of files whose next answer has a wrong byte, once.
         ranges: file name and ``Range`` header of each download.
+        refusal: status and error code of every answer; ``None``: it answers.
     """
 
     files: dict[str, bytes]
@@ -34,6 +35,7 @@ class Hub:
     has_hung: threading.Event = field(default_factory=threading.Event)
     damaged: set[str] = field(default_factory=set)
     ranges: list[tuple[str, str | None]] = field(default_factory=list)
+    refusal: tuple[int, str] | None = None
     url: str = ""
 
     def variables(self, home: Path) -> dict[str, str]:
@@ -86,24 +88,27 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, has_body: bool) -> None:
         path = self.path.partition("?")[0]
         api, files = f"/api/models/{REPOSITORY}", f"/{REPOSITORY}/resolve/{COMMIT}/"
-        if path == f"{api}/revision/main":
+        if self.served.refusal is not None:
+            status, code = self.served.refusal
+            self._json({"error": "refused"}, status, code)
+        elif path == f"{api}/revision/main":
             self._json({"id": REPOSITORY, "sha": COMMIT, "siblings": [{"rfilename": name} for name in self._files]})
         elif path == f"{api}/tree/{COMMIT}":
             self._json([self._entry(name) for name in self._files])
         elif path.startswith(files) and path.removeprefix(files) in self._files:
             self._file(path.removeprefix(files), has_body=has_body)
         else:
-            self._json({"error": "not found"}, status=404)
+            self._json({"error": "not found"}, 404, "RepoNotFound")
 
     @property
     def _files(self) -> dict[str, bytes]:
         return self.served.files
 
-    def _json(self, value: Any, status: int = 200) -> None:
+    def _json(self, value: Any, status: int = 200, error_code: str | None = None) -> None:
         body = json.dumps(value).encode()
         self.send_response(status)
-        if status == 404:
-            self.send_header("X-Error-Code", "RepoNotFound")
+        if error_code is not None:
+            self.send_header("X-Error-Code", error_code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

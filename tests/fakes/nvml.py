@@ -11,9 +11,16 @@ GIB = 2**30
 
 @dataclass
 class FakeNvml:
-    """Three GPUs; what is in ``lacking`` they don't tell. A handle is the number of a GPU, or a MIG device's UUID."""
+    """Three GPUs; what is in ``lacking`` they don't tell. A handle is the number of a GPU, or a MIG device's UUID.
+
+    Attributes:
+        lost: numbers of GPUs that fell off the bus.
+        has_bytes: UUIDs are bytes, as older versions of the module have them.
+    """
 
     lacking: set[str] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    has_bytes: bool = False
     num_inits: int = 0
     num_shutdowns: int = 0
     utilization: int = 40
@@ -32,9 +39,12 @@ class FakeNvml:
         return 3
 
     def nvmlDeviceGetHandleByIndex(self, number: int) -> int:
+        if number in self.lost:
+            raise self.NVMLError("GPU is lost")
         return number
 
     def nvmlDeviceGetMaxMigDeviceCount(self, gpu: int) -> int:
+        assert gpu in range(3)
         if gpu != 2:
             raise self.NVMLError("not supported")
         return 7
@@ -44,11 +54,9 @@ class FakeNvml:
             raise self.NVMLError("not found")
         return "MIG-ab" if place == 0 else "MIG-cd"
 
-    def nvmlDeviceGetIndex(self, gpu: int) -> int:
-        return gpu
-
-    def nvmlDeviceGetUUID(self, gpu: int | str) -> str:
-        return gpu if isinstance(gpu, str) else ("GPU-0a1b", "GPU-0a2c", "GPU-7fff")[gpu]
+    def nvmlDeviceGetUUID(self, gpu: int | str) -> str | bytes:
+        uuid = gpu if isinstance(gpu, str) else ("GPU-0a1b", "GPU-0a2c", "GPU-7fff")[gpu]
+        return uuid.encode() if self.has_bytes else uuid
 
     def nvmlDeviceGetUtilizationRates(self, gpu: int | str) -> Any:
         self._check("utilization", gpu)

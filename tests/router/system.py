@@ -22,6 +22,7 @@ from quartet.engine.sampling import Sampling
 from quartet.engine.scheduler import SchedulerConfig
 from quartet.engine.step_engine import StepEngine
 from quartet.rpc.server import ServerConfig
+from quartet.telemetry.metrics import RouterMetrics
 from quartet.transfer.base import Puller
 from quartet.v1 import router_pb2 as pb
 from quartet.v1 import router_pb2_grpc
@@ -93,6 +94,7 @@ class System:
     workers: dict[str, Running] = field(default_factory=dict)
     engines: dict[str, StepEngine] = field(default_factory=dict)
     router: Running | None = None
+    router_metrics: RouterMetrics | None = None
     address: str = ""
 
     @property
@@ -175,7 +177,7 @@ class System:
             while not process.address:
                 assert not self.router.task.done(), self.router.task.exception()
                 await asyncio.sleep(0.005)
-        self.address = process.address
+        self.address, self.router_metrics = process.address, process._metrics
 
     async def wait_serving(self) -> None:
         """Return when the router's health is SERVING."""

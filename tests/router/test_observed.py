@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
 from quartet.api.fleet import WorkerState, WorkerStatus
 from quartet.discovery.base import WorkerRecord
 from quartet.telemetry.targets import Target
 from quartet.telemetry.vllm_names import AdapterFigures, ModelFigures
-from router.observed import adapter_figures, model_figures, scrape_targets
+from router.observed import ObservedModels, adapter_figures, scrape_targets
 from router.workers import PoolKey
 from tests.discovery.records import make_router
+from tests.router.http.face import until
 from tests.router.records import make_load, make_record
+from tests.router.system import running_system
 
 
 def status(record: WorkerRecord, num_requests: int = 0, **load: object) -> WorkerStatus:
@@ -20,6 +27,10 @@ def status(record: WorkerRecord, num_requests: int = 0, **load: object) -> Worke
         load_age_s=None,
         num_requests=num_requests,
     )
+
+
+def num_lines(page: CollectorRegistry) -> int:
+    return len([line for line in generate_latest(page).splitlines() if line.startswith(b"vllm:")])
 
 
 def test_a_models_figures_are_those_of_its_decode_ranks() -> None:
@@ -56,7 +67,36 @@ def test_a_models_figures_are_those_of_its_decode_ranks() -> None:
             max_model_len=2000,
         ),
     )
-    assert model_figures(statuses, lambda pool: waiting.get(pool, 0)) == [other, tiny]
+    assert ObservedModels().read(statuses, lambda pool: waiting.get(pool, 0)) == [other, tiny]
+
+
+def test_a_model_whose_workers_left_keeps_its_line_and_its_longest_sequence() -> None:
+    models, waiting = ObservedModels(), {PoolKey("tiny", "ab" * 32): 2}
+    long, short = (status(make_record(f"decode-{length}", max_model_len=length)) for length in (4000, 2000))
+
+    def read(*statuses: WorkerStatus) -> list[tuple[int, int, int, bool]]:
+        found = models.read(statuses, lambda pool: waiting.get(pool, 0))
+        return [(one.max_model_len, one.num_waiting, one.block_size, one.has_workers) for one in found]
+
+    assert read() == []
+    assert read(long, short) == [(4000, 2, 10, True)]
+    assert read(short) == [(4000, 2, 10, True)]
+    assert read() == [(4000, 2, 10, False)], "what waits for a worker still does"
+    assert read(short) == [(4000, 2, 10, True)]
+
+
+async def test_a_routers_page_keeps_a_model_whose_workers_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = {"model_name": "tiny", "engine": "0"}
+    async with running_system(tmp_path, monkeypatch, "prefill-0", "decode-0") as (system, _stub):
+        assert system.router_metrics is not None
+        page = system.router_metrics._registry
+        await until(lambda: page.get_sample_value("vllm:kv_cache_usage_perc", labels) == 0)  # it has reported
+        lines = num_lines(page)
+        assert page.get_sample_value("vllm:num_requests_running", labels) == 0
+        await system.workers["decode-0"].end()
+        await until(lambda: page.get_sample_value("vllm:kv_cache_usage_perc", labels) == 1)
+        assert page.get_sample_value("vllm:num_requests_running", labels) == 0
+        assert num_lines(page) == lines
 
 
 def test_adapters_of_all_workers_are_counted_once() -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -156,6 +160,17 @@ def test_a_limit_that_was_changed_counts_from_the_next_request_on() -> None:
     assert refused_for_s(limits, "acme") == pytest.approx(1)
 
 
+def test_a_limit_that_was_taken_away_limits_no_more() -> None:
+    tenants = Tenants({"acme": TenantConfig(requests_per_minute=1, tokens_per_minute=100)})
+    limits = RateLimits(tenants, clock=Clock())
+    limits.admit("acme", None, 0)
+    refused_for_s(limits, "acme")
+    tenants.replace({"acme": HUNDRED})
+    for _ in range(3):
+        limits.admit("acme", None, 1)
+    assert "x-ratelimit-limit-requests" not in limits.headers("acme")
+
+
 @pytest.mark.parametrize("name", ["requests_per_minute", "tokens_per_minute"])
 @pytest.mark.parametrize("limit", [0, -1, 10**18, 10**400])
 def test_limits_that_no_account_can_hold_are_refused_by_name(name: str, limit: int) -> None:
@@ -219,7 +234,7 @@ async def test_every_call_of_grpc_is_refused_with_the_time_until_it_may_try_agai
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tenants = {"few": TenantConfig(requests_per_minute=1), "placing": TenantConfig(tokens_per_minute=len(PROMPT) + 2)}
-    async with running_system(tmp_path, monkeypatch, "prefill-0", "decode-0", tenants=tenants) as (_system, stub):
+    async with running_system(tmp_path, monkeypatch, "prefill-0", "decode-0", tenants=tenants) as (system, stub):
 
         async def explain(tenant: str) -> pb.ExplainResponse:
             return await stub.Explain(pb.ExplainRequest(start=make_start(tenant=tenant)), timeout=TIMEOUT_S)
@@ -240,6 +255,9 @@ async def test_every_call_of_grpc_is_refused_with_the_time_until_it_may_try_agai
             refusals.append(from_rpc_error(caught.value))
         for refusal in refusals:
             assert type(refusal) is RateLimitedError and 0 < (refusal.retry_delay_s or 0.0) <= 60
+        assert system.router_metrics is not None
+        limited = system.router_metrics.rate_limited
+        assert [limited.labels(name).value for name in module.SETTINGS] == [4, 0]
         # Of a placed answer the router hears by its worker's load reports.
         placed = await place(stub, pb.PlaceRequest(start=make_start(tenant="placing")))
         await explain("placing")
@@ -327,3 +345,43 @@ def test_a_key_without_a_name_is_named_by_its_digest(tmp_path: Path) -> None:
     found = keys.find(f"Bearer {ACME}")
     assert found == ApiKey(tenant="acme", id=hashlib.sha256(ACME.encode()).hexdigest()[:12], tokens_per_minute=70)
     assert keys.find(f"Bearer {GLOBEX}") == ApiKey(tenant="acme", id="next")
+
+
+async def test_what_http_refuses_before_it_runs_has_a_line_and_a_count_like_grpcs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="router.request_log")
+    keys = write_keys(tmp_path / "keys", f"acme {ACME} id=first requests_per_minute=1", f"globex {GLOBEX}")
+    tenants = {"globex": TenantConfig(requests_per_minute=2)}
+    config = HttpConfig(keys_file=keys, max_body_bytes=2000)
+    limited, free = {"Authorization": f"Bearer {ACME}"}, {"Authorization": f"Bearer {GLOBEX}"}
+    prompts = {"model": "tiny", "max_tokens": 2, "prompt": [[1], [2]]}
+    trace = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "X-Request-Id": "mine"}
+    async with open_face(config=config, tenants=tenants) as face:
+        asked: list[tuple[str, Mapping[str, Any] | bytes, dict[str, str], int, str]] = [
+            ("chat/completions", CHAT, limited, 200, "length"),
+            ("chat/completions", CHAT, {**limited, **trace}, 429, "rate_limited"),
+            ("messages", {**CHAT, "max_tokens": 2}, limited, 429, "rate_limited"),
+            ("responses", b"{", free, 400, "invalid_request"),
+            ("completions", b" " * 3000, free, 413, "message_too_large"),
+            ("completions", {**prompts, "max_tokens": "x"}, free, 400, "invalid_field"),
+            ("chat/completions", CHAT, free, 200, "length"),
+            ("completions", prompts, free, 429, "rate_limited"),  # in the room of one: all prompts are refused at once
+            ("completions", {**prompts, "stream": True}, free, 429, "rate_limited"),
+            ("chat/completions", {**CHAT, "model": "none"}, free, 404, "model_not_found"),  # which the pipeline refuses
+        ]
+        for path, body, headers, status, _ in asked:
+            assert (await face.post(f"/v1/{path}", body, **headers))[0] == status, path
+        face.server._is_draining = True
+        assert (await face.post("/v1/completions", prompts, **free))[0] == 503
+        assert (await face.get("/v1/models", **free))[0] == 503  # no request for an answer: no line
+        face.server._is_draining = False
+        counted = face.fleet.pipeline.context.metrics.requests.by_outcome()
+    lines = [vars(record)["quartet_fields"] for record in caplog.records if record.name == "router.request_log"]
+    outcomes = [*(outcome for *_, outcome in asked), "draining"]
+    assert [line["outcome"] for line in lines] == outcomes
+    assert counted == Counter(outcomes)
+    assert [line["tenant"] for line in lines[:4]] == ["acme", "acme", "acme", "globex"]
+    refused = lines[1]
+    assert (refused["trace_id"], refused["client_request_id"]) == ("ab" * 16, "mine")
+    assert 0 <= refused["total_s"] < TIMEOUT_S

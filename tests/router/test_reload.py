@@ -173,7 +173,8 @@ async def test_sighup_has_the_file_looked_at_without_waiting(tmp_path: Path, mon
 
 async def test_a_router_that_serves_takes_tenants_and_gateways_over(tmp_path: Path) -> None:
     watched = Watched(
-        tmp_path / "router.yaml", f"discovery: {{kind: file, file: {{directory: {tmp_path / 'discovery'}}}}}\n"
+        tmp_path / "router.yaml",
+        f"server: {{address: 127.0.0.1:0}}\ndiscovery: {{kind: file, file: {{directory: {tmp_path / 'discovery'}}}}}\n",
     )
     process, stop = RouterProcess(watched.load()), asyncio.Event()
     running = asyncio.create_task(process.run(stop, watched.file))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,15 @@ def records_in(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def open_below(folder: Path) -> list[str]:
+    """The files in ``folder`` that this process has open."""
+    found = list[str]()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the listing itself
+            found.append(str(descriptor.readlink()))
+    return [name for name in found if name.startswith(f"{folder}/")]
+
+
 class Gate:
     """Holds the writing thread before each write, and tells that it is there."""
 
@@ -73,7 +84,18 @@ def test_a_line_says_who_used_what_and_when(tmp_path: Path) -> None:
     [record] = records_in(path)
     assert record.pop("time") == "2023-11-14T22:13:20.250+00:00"
     assert record == {name: getattr(RECORD, name) for name in record} and len(record) == 11
-    assert path.stat().st_mode & 0o007 == 0 and log.num_lost == 0
+    assert log.num_lost == 0
+
+
+def test_the_owner_and_the_group_may_read_it_and_no_other_program_inherits_it(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        log = UsageLog(tmp_path / "usage.jsonl")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "usage.jsonl").stat().st_mode) == 0o640
+    assert not os.get_inheritable(log._descriptor)
+    log.close()
 
 
 def test_a_file_that_is_moved_away_is_followed_by_a_new_one_and_loses_no_record(
@@ -85,8 +107,12 @@ def test_a_file_that_is_moved_away_is_followed_by_a_new_one_and_loses_no_record(
     gate.wait()
     path.rename(tmp_path / "usage.jsonl.1")
     log.put(replace(RECORD, request_id="second"))
-    gate.goes.release(2)
+    gate.goes.release()
+    gate.wait()  # the second write, in the new file
+    assert open_below(tmp_path) == [str(path)], "the old file is closed"
+    gate.goes.release()
     log.close()
+    assert open_below(tmp_path) == []
     assert [record["request_id"] for record in records_in(tmp_path / "usage.jsonl.1")] == ["r"]
     assert [record["request_id"] for record in records_in(path)] == ["second"]
 
@@ -102,10 +128,32 @@ def test_what_does_not_fit_while_the_disk_stands_still_is_lost_counted_and_block
     for _ in range(5):
         log.put(RECORD)
     assert registry.get_sample_value("quartet_router_lost_usage_records_total") == log.num_lost == 3
+    assert caplog.text.count("2 wait to be written") == 1
+    gate.goes.release()
+    gate.wait()  # both that waited are being written, so there is room again
+    for _ in range(5):
+        log.put(RECORD)
+    assert log.num_lost == 6 and caplog.text.count("2 wait to be written") == 2, "once each time"
     gate.goes.release(10)
     log.close()
-    assert len(records_in(path)) == 3
-    assert caplog.text.count("2 wait to be written") == 1
+    assert len(records_in(path)) == 5
+
+
+def test_so_many_records_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, gate = tmp_path / "usage.jsonl", Gate(monkeypatch)
+    monkeypatch.setattr(module, "_MAX_WRITTEN_AT_ONCE", 2)
+    log = UsageLog(path)
+    log.put(RECORD)
+    gate.wait()
+    for _ in range(5):
+        log.put(RECORD)
+    for num_written in (1, 3, 5):
+        gate.goes.release()
+        gate.wait()
+        assert len(records_in(path)) == num_written
+    gate.goes.release()
+    log.close()
+    assert len(records_in(path)) == 6
 
 
 def test_after_a_disk_that_was_full_lines_are_whole_again(
@@ -124,11 +172,16 @@ def test_after_a_disk_that_was_full_lines_are_whole_again(
     log.put(RECORD)
     gate.wait()
     gate.failure = None
+    gate.goes.release()
+    assert caplog.text.count("No space left") == 1
+    log.put(RECORD)
+    gate.wait()
+    gate.failure = OSError(28, "No space left on device")
     gate.goes.release(10)
     log.close()
     torn, *whole = path.read_text().splitlines()
     assert len(torn) == 10 and [json.loads(line)["request_id"] for line in whole] == ["r"]
-    assert log.num_lost == 2 and caplog.text.count("No space left") == 1
+    assert log.num_lost == 3 and caplog.text.count("No space left") == 2, "once each time"
 
 
 def test_a_line_that_a_killed_process_left_in_half_spoils_no_other(tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ _BESIDE: dict[str, Mapping[str, object]] = {
     "discovery.etcd.password_file": {"discovery.etcd.user": "me"},
     "discovery.file.": {"discovery.file": {"directory": "d"}},
     "http.tls.": {"http.tls": {"cert_file": "cert", "key_file": "key"}},
+    "secrets": {
+        "hosts": {"here": {"address": "10.0.0.1", "first_port": 50100}},
+        "router.hosts": ["here"],
+        "workers": [{"role": "decode", "host": "here"}],
+        "discovery.etcd.endpoints": ["10.0.0.1:2379"],
+    },
 }
 #: Refused by workers, whatever it says: it is the router's.
 _REFUSED = "allowed_local_media_path"

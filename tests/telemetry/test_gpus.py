@@ -42,6 +42,7 @@ def test_each_gpu_has_its_gauges_in_base_units() -> None:
         (None, 1, ["1"]),
         ("2,0", None, ["2", "0"]),
         ("2,0", 1, ["0"]),
+        ("0, 1", None, ["0", "1"]),
         ("GPU-0a2c", 0, ["1"]),
         ("GPU-7,GPU-0a1", None, ["2", "0"]),  # CUDA takes as much of a UUID as tells it from others
         ("GPU-0a,1", None, []),  # two are called so
@@ -88,6 +89,43 @@ def test_a_mig_device_tells_its_memory_under_the_number_of_its_gpu() -> None:
     labels = {"gpu": "2", "uuid": "MIG-cd"}
     assert registry.get_sample_value("quartet_worker_gpu_memory_total_bytes", labels) == 10 * GIB
     assert values(registry)["power_watts"] == {}
+
+
+def test_uuids_may_be_bytes() -> None:
+    registry = CollectorRegistry()
+    watch_gpus(registry, "GPU-7", None, lambda: FakeNvml(has_bytes=True))
+    labels = {"gpu": "2", "uuid": "GPU-7fff"}
+    assert registry.get_sample_value("quartet_worker_gpu_temperature_celsius", labels) == 61
+
+
+@pytest.mark.parametrize(
+    ("visible", "number", "gpus", "warnings"),
+    [
+        ("0", None, ["0"], []),  # what is none of the worker's own is nothing to warn of
+        (None, None, ["0", "1"], ["no figures of GPU 2: GPU is lost"]),
+        ("2,1", None, ["1"], ["no figures of GPU 2: GPU is lost"]),
+        ("2,1", 1, ["1"], []),  # it keeps its place among the visible ones
+        ("GPU-7,GPU-0a2", None, ["1"], ["no figures of GPU GPU-7: GPU is lost"]),
+        ("GPU-7,GPU-0a2", 1, ["1"], []),
+        ("MIG-ab,GPU-0a2", None, ["1"], ["no figures of GPU MIG-ab: GPU is lost"]),
+        ("2", None, [], ["no figures of GPUs until NVML answers: GPU is lost"]),
+        ("2,1", 0, [], ["no figures of GPUs until NVML answers: GPU is lost"]),
+    ],
+)
+def test_a_gpu_that_is_lost_hides_no_other(
+    visible: str | None, number: int | None, gpus: list[str], warnings: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert list(shown(FakeNvml(lost={2}), visible, number).get("power_watts", {})) == gpus
+    assert [record.getMessage() for record in caplog.records] == warnings
+
+
+def test_a_lost_gpu_that_is_the_only_one_of_its_worker_is_looked_for_anew() -> None:
+    nvml, registry, now_s = FakeNvml(lost={2}), CollectorRegistry(), 1000.0
+    watch_gpus(registry, "2", None, lambda: nvml, lambda: now_s)
+    assert values(registry) == {}
+    nvml.lost.clear()
+    now_s += 5.0
+    assert values(registry)["temperature_celsius"] == {"2": 61}
 
 
 def test_without_the_package_there_are_no_gauges() -> None:
@@ -142,3 +180,34 @@ def test_it_is_opened_once_and_read_at_each_scrape() -> None:
         nvml.utilization = utilization
         assert values(registry)["utilization_ratio"] == {"0": pytest.approx(utilization / 100)}
     assert nvml.num_inits == 1
+
+
+@pytest.mark.parametrize(
+    ("lacking", "told"),
+    [
+        ({"utilization", "memory", "power", "temperature"}, ["the GPUs tell nothing any more"]),
+        ({"all"}, ["the GPUs tell nothing any more", "init"]),
+    ],
+)
+def test_each_outage_is_told_once_and_waited_for_shortly_at_first(
+    lacking: set[str], told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    nvml, registry, now_s = FakeNvml(), CollectorRegistry(), 1000.0
+    watch_gpus(registry, "0", None, lambda: nvml, lambda: now_s)
+    well = {"0": 61}
+    assert values(registry)["temperature_celsius"] == well
+    for _ in range(2):
+        caplog.clear()
+        nvml.lacking |= lacking
+        for _ in range(5):
+            values(registry)
+            now_s += 300.0
+        messages = [record.getMessage() for record in caplog.records]
+        assert [text.removeprefix("no figures of GPUs until NVML answers: ") for text in messages] == told
+        nvml.lacking.clear()
+        assert values(registry)["temperature_celsius"] == well
+    nvml.lacking |= lacking
+    values(registry)
+    nvml.lacking.clear()
+    now_s += 5.0
+    assert values(registry)["temperature_celsius"] == well, "the pause is the first one again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import time
 
@@ -117,6 +118,7 @@ def test_outcomes_are_there_before_they_occur(registry: CollectorRegistry) -> No
     for name, labels in (
         ("router_attempts_total", {"cause": "first"}),
         ("router_attempts_total", {"cause": "worker_unavailable"}),
+        ("worker_requests_total", {"outcome": "encoded"}),
         ("worker_signed_starts_total", {"outcome": "signed_start_expired"}),
         ("worker_transfer_bytes_total", {"way": "shm"}),
         ("worker_transfer_seconds_count", {"way": "shm"}),
@@ -216,6 +218,37 @@ def test_totals_have_waits_without_room_and_lost_events(registry: CollectorRegis
         metrics.admissions.labels(outcome).inc(num)
     metrics.kv_gaps.inc(4)
     assert (metrics.totals().num_without_room, metrics.totals().num_kv_gaps) == (3, 4)
+
+
+def test_totals_tell_failures_from_what_clients_wanted(registry: CollectorRegistry) -> None:
+    metrics = RouterMetrics(registry)
+    for outcome in (*FinishReason, "placed", "queue_full", "internal"):
+        metrics.requests.count(outcome)
+    totals = metrics.totals()
+    assert (totals.num_requests, totals.num_failed) == (len(FinishReason) + 3, 2)
+
+
+def test_the_longest_stall_is_kept(registry: CollectorRegistry) -> None:
+    metrics = ProcessMetrics(registry)
+    for stall_s in (0.1, 0.3, 0.2):
+        metrics.observe_event_loop_stall(stall_s)
+    assert registry.get_sample_value("quartet_process_event_loop_longest_stall_seconds") == 0.3
+
+
+async def test_a_loop_that_is_busy_before_its_timer_is_due_has_not_stalled(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used_s = itertools.count(0.0, 1e6)
+    monkeypatch.setattr(time, "thread_time", lambda: next(used_s))
+    metrics = AwaitableMetrics(registry)
+    monitor = asyncio.create_task(monitor_event_loop_lag(metrics, interval_s=0.001))
+    async with asyncio.timeout(60):
+        await metrics.observed.wait()
+    monitor.cancel()
+    lag_s, stall_s = (
+        registry.get_sample_value(f"quartet_process_event_loop_{name}_seconds_sum") for name in ("lag", "stall")
+    )
+    assert stall_s == lag_s, "no longer than it was late"
 
 
 def test_worker_times_and_outcomes_show(registry: CollectorRegistry) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 import sys
 import time
@@ -271,6 +272,32 @@ async def test_a_collector_that_is_away_holds_up_neither_requests_nor_the_end() 
     async with asyncio.timeout(60):  # the end itself takes 2.5 s at most
         await tracer.close()
         await tracer.close()
+
+
+async def test_a_collector_that_is_away_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    from quartet.telemetry.otlp import OtlpSink
+
+    endpoint, now_s = f"http://127.0.0.1:{free_port()}", 1000.0
+    sink, exporter = OtlpSink(endpoint, {}, lambda: now_s), OTLPSpanExporter(endpoint=endpoint, timeout=1)
+    of_exporter, of_processor = "opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk._shared_internal"
+
+    def told() -> list[str]:
+        """The loggers that say something while spans are lost."""
+        caplog.clear()
+        for _ in range(2):
+            exporter.export([])
+            # It takes thousands of spans to fill the queue.
+            logging.getLogger(of_processor).warning("queue full")
+        return [record.name for record in caplog.records]
+
+    assert told() == [of_exporter, of_processor]
+    now_s += 59.0
+    assert told() == []
+    now_s += 1.0
+    assert told() == [of_exporter, of_processor]
+    await sink.close()
 
 
 @pytest.mark.parametrize(

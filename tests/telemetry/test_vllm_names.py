@@ -146,6 +146,36 @@ def test_buckets_of_lengths_end_where_no_sequence_can_be_longer(
         assert bounds(registry, name) == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "+Inf"]
 
 
+def test_a_router_shows_the_same_lines_when_a_models_workers_leave(registry: CollectorRegistry) -> None:
+    now, metrics = [FIGURES], RouterMetrics(registry)
+    show_router_as_vllm(registry, metrics, lambda: now)
+    metrics.for_model("m").whole.observe(20, 5, 1.75, 1.0)
+
+    def lines() -> set[str]:
+        """Each line's name and labels; the number of blocks is a label."""
+        page = generate_latest(registry).decode().replace('num_gpu_blocks="0"', 'num_gpu_blocks="100"')
+        shown = [line for line in page.splitlines() if line.startswith("vllm:")]
+        return {line.rpartition(" ")[0] for line in shown}
+
+    before = lines()
+    now[0] = replace(FIGURES, num_running=0, num_used_blocks=0, num_total_blocks=0, has_workers=False)
+    assert lines() == before
+    assert registry.get_sample_value("vllm:num_requests_running", ROUTER) == 0
+    assert registry.get_sample_value("vllm:kv_cache_usage_perc", ROUTER) == 1, "else pickers would prefer it"
+    config = {**ROUTER, "block_size": "16", "num_gpu_blocks": "0"}
+    assert registry.get_sample_value("vllm:cache_config_info", config) == 1
+
+
+def test_lengths_have_no_buckets_before_the_longest_is_known(
+    registry: CollectorRegistry, router: RouterMetrics
+) -> None:
+    router.for_model("new")
+    assert registry.get_sample_value("vllm:request_prompt_tokens_count", ROUTER) == 0
+    labels = {"model_name": "new", "engine": "0"}
+    assert registry.get_sample_value("vllm:request_prompt_tokens_count", labels) is None
+    assert registry.get_sample_value("vllm:request_success_total", {**labels, "finished_reason": "stop"}) == 0
+
+
 def lora_lines(registry: CollectorRegistry) -> list[tuple[dict[str, str], float]]:
     [family] = [family for family in registry.collect() if family.name == "vllm:lora_requests_info"]
     return [(sample.labels, sample.value) for sample in family.samples]
@@ -194,6 +224,14 @@ def test_a_worker_shows_each_rank_as_an_engine(registry: CollectorRegistry) -> N
     assert registry.get_sample_value("vllm:num_preemptions_total", second) == 6
     config = {**second, "block_size": "32", "num_gpu_blocks": "50"}  # as announced, as it has no figure of its own
     assert registry.get_sample_value("vllm:cache_config_info", config) == 1
+
+
+def test_a_worker_without_blocks_has_none_in_use(registry: CollectorRegistry) -> None:
+    metrics = WorkerMetrics(registry)
+    show_worker_as_vllm(
+        registry, metrics, lambda: [EngineStats()], model="m", block_size=32, num_blocks=0, prefills=False
+    )
+    assert registry.get_sample_value("vllm:kv_cache_usage_perc", ROUTER) == 0
 
 
 def test_a_workers_waits_are_vllms_phases(registry: CollectorRegistry) -> None:

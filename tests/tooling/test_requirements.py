@@ -7,21 +7,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROGRAM = """
+MARKED = """
 import pytest
 
 @pytest.mark.grpcurl
 def test_marked() -> None: ...
 """
+WITH_PROMETHEUS = "def test_needs_it(prometheus) -> None: ..."
+HIDE = """
+import pathlib, services.topology.launch, tests.e2e.prometheus
+services.topology.launch.TOOLS_DIR = tests.e2e.prometheus.UNPACKED = pathlib.Path("/nonexistent")
+"""
 
 
-def run_pytest(directory: Path, **env: str) -> str:
-    """Run one test marked ``grpcurl`` under this suite's conftest on a machine without grpcurl."""
+def run_pytest(directory: Path, program: str = MARKED, **env: str) -> str:
+    """Run the tests of ``program`` under this suite's conftest on a machine without grpcurl and Prometheus."""
     test = directory / "test_marked.py"
-    test.write_text(PROGRAM)
+    test.write_text(program)
     root = Path(__file__).resolve().parents[2]
-    hide = "import services.topology.launch, pathlib; services.topology.launch.TOOLS_DIR = pathlib.Path('/nonexistent')"
-    run = f"{hide}; import pytest; raise SystemExit(pytest.main(['-q', '-p', 'tests.conftest', '-rs', {str(test)!r}]))"
+    run = f"{HIDE}import pytest; raise SystemExit(pytest.main(['-q', '-p', 'tests.conftest', '-rs', {str(test)!r}]))"
     command = [sys.executable, "-c", run]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("QUARTET_")}
     environment = {**clean, "PATH": "/nonexistent", **env}
@@ -39,3 +43,13 @@ def test_a_test_that_needs_grpcurl_is_skipped_with_the_reason(tmp_path: Path) ->
 def test_it_fails_where_grpcurl_is_required(tmp_path: Path) -> None:
     output = run_pytest(tmp_path, QUARTET_REQUIRE_GRPCURL="1")
     assert "1 error" in output
+
+
+def test_a_test_that_needs_prometheus_is_skipped_with_the_reason(tmp_path: Path) -> None:
+    output = run_pytest(tmp_path, WITH_PROMETHEUS)
+    assert "1 skipped" in output
+    assert "`tools/prometheus.sh` gets it" in output
+
+
+def test_it_fails_where_prometheus_is_required(tmp_path: Path) -> None:
+    assert "1 error" in run_pytest(tmp_path, WITH_PROMETHEUS, QUARTET_REQUIRE_PROMETHEUS="1")

@@ -38,6 +38,9 @@ class Use(StrEnum):
 #: TensorRT-LLM's own block size, in tokens, if no layer sets one.
 DEFAULT_BLOCK_SIZE = 32
 
+#: Arguments by which TensorRT-LLM sends spans of its own, and measures the times that it makes them of.
+TRACES_ENDPOINT, PERF_METRICS = "otlp_traces_endpoint", "return_perf_metrics"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LlmArguments:
@@ -104,7 +107,7 @@ def llm_arguments(spec: EngineSpec, use: Use) -> LlmArguments:
     publishes = spec.engine.publish_events_and_metrics
     has_events = publishes and publish_events(arguments)
     has_stats = publishes and publish_metrics(arguments, "enable_iter_perf_stats")
-    has_perf_metrics = publishes and publish_metrics(arguments, "return_perf_metrics")
+    has_perf_metrics = publishes and publish_metrics(arguments, PERF_METRICS)
     if spec.otlp_endpoint:
         trace(arguments, spec.otlp_endpoint)
     values = {"model": spec.model_path, **arguments.values}
@@ -544,8 +547,8 @@ def publish_metrics(arguments: Arguments, name: str) -> bool:
 
 def trace(arguments: Arguments, endpoint: str) -> None:
     """Have TensorRT-LLM send its own spans to ``endpoint``; it makes them of the times that it measures."""
-    arguments.set_default("otlp_traces_endpoint", endpoint)
-    arguments.set_default("return_perf_metrics", True)
+    arguments.set_default(TRACES_ENDPOINT, endpoint)
+    arguments.set_default(PERF_METRICS, True)
 
 
 def build_objects(arguments: LlmArguments) -> dict[str, object]:

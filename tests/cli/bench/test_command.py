@@ -7,7 +7,7 @@ import importlib.util
 import io
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from cli.bench.measure import Recorder
 from cli.bench.options import make_limits, make_loads
 from cli.bench.run import BenchPlan, Limits, Point, RunObserver, SenderConfig, run_plan
 from cli.bench.workload import IntRange, WorkloadConfig
+from cli.traces.format import TraceRequest
 from quartet.client import QuartetClient, RequestPath
 from quartet.errors import QueueFullError
 from tests.cli.conftest import RunCli
@@ -30,6 +31,8 @@ from tests.stopwatch import Stopwatch
 # The fake router's model takes 64 tokens.
 SHORT = ("--prompt-tokens", "4-8", "--output-tokens", "3", "--warmup", "0")
 PNG = b"\x89PNG"
+# Goes on after a short warm-up.
+TRACE = [TraceRequest(arrival_s=number / 1000, num_input_tokens=4, num_output_tokens=4) for number in range(300)]
 
 
 @pytest.fixture
@@ -275,13 +278,15 @@ class Observer(RunObserver):
         pass
 
 
-def plan(*loads: Load, **limits: Any) -> BenchPlan:
+def plan(
+    *loads: Load, trace: Sequence[TraceRequest] | None = None, timeout_s: float | None = None, **limits: Any
+) -> BenchPlan:
     length = IntRange(4, 4)
     return BenchPlan(
         loads=loads,
         limits=Limits(**{"warmup_s": 0.0, "duration_s": None, "max_requests": None} | limits),
-        workload=WorkloadConfig(prompt_tokens=length, output_tokens=length, ids=IntRange(1, 9)),
-        sender=SenderConfig(),
+        workload=WorkloadConfig(prompt_tokens=length, output_tokens=length, ids=IntRange(1, 9), trace=trace),
+        sender=SenderConfig(timeout_s=timeout_s),
         seed=1,
     )
 
@@ -320,8 +325,12 @@ async def test_requests_of_the_warm_up_are_load_but_not_in_the_figures(
     ("load", "limits"),
     [
         (Load(LoadKind.CONCURRENCY, 8), {"rounds": 1}),
+        (Load(LoadKind.CONCURRENCY, 8), {"rounds": 1, "duration_s": 60.0}),
         (Load(LoadKind.CONCURRENCY, 8), {"max_requests": 3, "duration_s": 60.0}),
         (Load(LoadKind.RATE, 1000.0), {"max_requests": 3}),
+        (Load(LoadKind.CONCURRENCY, 8), {"trace": TRACE}),
+        (Load(LoadKind.CONCURRENCY, 8), {"trace": TRACE, "duration_s": 60.0}),
+        (Load(LoadKind.REPLAY, 1.0), {"trace": TRACE, "duration_s": 60.0}),
     ],
 )
 async def test_rates_of_a_number_of_requests_are_of_no_others(
@@ -345,6 +354,35 @@ async def test_a_warm_up_whose_requests_do_not_end_settles_for_so_long_only(
     async with QuartetClient(await start_router(router)) as client, asyncio.timeout(60):
         [point] = await run_plan(client, wanted, Observer())
     assert (point.result.requests.sent, point.measured.cut_off) == (0, 0)
+    # The timeout above would end it as Ctrl-C does.
+    assert not point.result.is_interrupted
+
+
+@pytest.mark.parametrize("limits", [{"duration_s": 0.01}, {"warmup_s": 0.01, "max_requests": 1, "duration_s": 0.01}])
+async def test_what_does_not_end_is_waited_for_as_long_as_a_request_may_take(
+    router: FakeRouter, start_router: StartRouter, monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any]
+) -> None:
+    router.hold_after = 2
+    # The client would end the request itself, as failed.
+    monkeypatch.setattr("quartet.client.generate.DEADLINE_GRACE_S", 30.0)
+    wanted = plan(Load(LoadKind.CONCURRENCY, 1), timeout_s=0.1, **limits)
+    async with QuartetClient(await start_router(router)) as client, asyncio.timeout(60):
+        [point] = await run_plan(client, wanted, observer := Observer())
+    totals = observer.recorders[0].totals()
+    assert (totals.failed, totals.finished, observer.recorders[0].num_running) == (0, 0, 0)
+    assert not point.result.is_interrupted
+
+
+async def test_a_bug_in_the_warm_up_is_raised_at_once() -> None:
+    class Broken:
+        def generate(self, *_: object, **__: object) -> None:
+            raise RuntimeError("a bug")
+
+    wanted = plan(Load(LoadKind.CONCURRENCY, 1), warmup_s=60.0, max_requests=1)
+    with pytest.RaisesGroup(pytest.RaisesExc(RuntimeError, match="a bug")):
+        async with asyncio.timeout(60) as bound:
+            await run_plan(Broken(), wanted, Observer())  # type: ignore[arg-type]
+    assert not bound.expired()
 
 
 async def test_the_display_is_plain_lines_in_a_pipe_and_live_on_a_terminal() -> None:

@@ -156,6 +156,20 @@ async def test_reports_alone_are_compared_and_their_faults_are_said(results: Pat
         assert f"{reports[1]}: {remark}" in result.stdout
 
 
+async def test_percentiles_of_few_requests_are_warned_of(results: Path, run_cli: RunCli) -> None:
+    def finish(report: Any, _: Any) -> None:
+        for point, count in zip(report["points"], (19, 20), strict=True):
+            point["requests"].update(sent=count, finished=count)
+
+    both = [str(results), str(changed(results, finish))]
+    result = await run_cli("bench", "compare", *both)
+    assert [line for line in result.stdout.splitlines() if "percentiles are of" in line] == [
+        f"{both[0]}: concurrency 1: percentiles are of 2 requests only",
+        f"{both[0]}: concurrency 2: percentiles are of 4 requests only",
+        f"{both[1]}: concurrency 1: percentiles are of 19 requests only",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
