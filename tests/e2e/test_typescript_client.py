@@ -6,7 +6,7 @@ import asyncio
 import json
 import subprocess
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Live:
     """Runs ``tests/live.ts`` of the client."""
 
     folder: Path
+    shows_certificate: bool = True
 
     async def complete(self, address: str, *requests: dict[str, Any], tls: TlsConfig | None = None) -> list[Any]:
         """The results of these requests, which run at once."""
@@ -49,7 +50,9 @@ class Live:
     async def start(
         self, command: str, address: str, argument: object, tls: TlsConfig | None = None
     ) -> asyncio.subprocess.Process:
-        files = None if tls is None else {"ca": str(tls.ca_file), "cert": str(tls.cert_file), "key": str(tls.key_file)}
+        files = {"ca": str(tls.ca_file), "cert": str(tls.cert_file), "key": str(tls.key_file)} if tls else None
+        if files and not self.shows_certificate:
+            files = {"ca": files["ca"]}
         words = [command, address, json.dumps(argument), *([json.dumps(files)] if files else [])]
         pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
@@ -206,13 +209,18 @@ async def test_it_shows_a_picture_over_tls(live: Live, tls_fleet: TlsFleet) -> N
     assert results[0]["text"].startswith("A small blue circle at the top")
 
 
-@pytest.mark.parametrize("who", ["stranger", "plaintext"])
-async def test_a_router_with_tls_lets_no_other_in(live: Live, tls_fleet: TlsFleet, who: str) -> None:
+@pytest.mark.parametrize(
+    ("who", "why"),
+    [("stranger", "want another certificate"), ("nobody", "want another certificate"), ("plaintext", "want TLS")],
+)
+async def test_a_router_with_tls_lets_no_other_in(live: Live, tls_fleet: TlsFleet, who: str, why: str) -> None:
     request = {"path": "generate", "prompt": "x"}
-    tls = tls_fleet.stranger if who == "stranger" else None
+    # It trusts the router.
+    tls = None if who == "plaintext" else replace(tls_fleet.stranger, ca_file=tls_fleet.client.ca_file)
+    live = replace(live, shows_certificate=who != "nobody")
     [result] = await live.complete(tls_fleet.stack.router_address, request, tls=tls)
     assert result["code"] == "Unavailable" and result["error"] == "ROUTER_UNAVAILABLE", result
-    assert tls_fleet.stack.router_address in result["message"]
+    assert tls_fleet.stack.router_address in result["message"] and why in result["message"], result
 
 
 async def test_the_example_and_the_lines_of_the_readme_run(

@@ -2,10 +2,11 @@
 import type { Client } from "@connectrpc/connect";
 
 import { AnswerStream, collect, type Completion } from "./answer.js";
+import type { TlsOptions } from "./connection.js";
 import type { RouterService } from "./gen/quartet/v1/router_pb.js";
 import { GenerateCall } from "./generate.js";
 import { makeStart, type GenerateOptions, type Prompt } from "./request.js";
-import { Router, type TlsOptions } from "./router.js";
+import { Router } from "./router.js";
 import { Session } from "./session.js";
 
 /**
@@ -26,7 +27,7 @@ export class QuartetClient {
   /**
    * @param address - `host:port`; an IPv6 address in brackets. The client dials it when it is first used.
    * @param options - `tls`: encrypts, and says who may be on either side. Default: no TLS.
-   * @throws QuartetError: the address is malformed.
+   * @throws QuartetError: the address is malformed, or a file of `tls` is; names the field.
    */
   constructor(address: string, options: { tls?: TlsOptions } = {}) {
     this.#router = new Router(address, options.tls);

@@ -58,8 +58,8 @@ export function routerUnavailable(message: string, cause?: unknown): QuartetErro
   return new QuartetError(Code.Unavailable, "ROUTER_UNAVAILABLE", message, { cause });
 }
 
-/** The error of a failed call to the router at `address`. */
-export function fromCallError(error: unknown, address: string): QuartetError {
+/** The error of a failed call to the router at `address`; `reasonOf` says why a connection broke. */
+export function fromCallError(error: unknown, address: string, reasonOf: (error: ConnectError) => string): QuartetError {
   if (error instanceof QuartetError) {
     return error;
   }
@@ -73,7 +73,7 @@ export function fromCallError(error: unknown, address: string): QuartetError {
     case Code.Canceled:
     case Code.Internal:
     case Code.Unknown: // None of these came from the router: the connection broke.
-      return routerUnavailable(`lost the router at ${address}: ${failed.rawMessage}`, failed);
+      return routerUnavailable(`lost the router at ${address}: ${reasonOf(failed)}`, failed);
     case Code.DeadlineExceeded:
       return timedOut(failed);
     default:

@@ -4,7 +4,7 @@ import { create } from "@bufbuild/protobuf";
 import type { AnswerPart, RunningRequest } from "./answer.js";
 import { protocolViolation } from "./errors.js";
 import { GenerateRequestSchema, type GenerateRequest, type GenerateStart } from "./gen/quartet/v1/router_pb.js";
-import { DEADLINE_GRACE_MS, type Router } from "./router.js";
+import { cutOffMs, type Router } from "./router.js";
 import { Uploads } from "./uploads.js";
 
 /** One request by `Generate`. */
@@ -37,7 +37,7 @@ export class GenerateCall implements RunningRequest {
       await this.#router.connect(dropped);
       const call = this.#router.stub.generate(this.#uploads, {
         signal: ended.signal,
-        ...(this.#timeoutMs !== undefined && { timeoutMs: this.#timeoutMs + DEADLINE_GRACE_MS }),
+        ...(this.#timeoutMs !== undefined && { timeoutMs: cutOffMs(this.#timeoutMs) }),
         ...(this.#traceparent && { headers: { traceparent: this.#traceparent } }),
       });
       for await (const { message } of call) {

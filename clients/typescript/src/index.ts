@@ -3,6 +3,7 @@ export { Code } from "@connectrpc/connect";
 
 export { AnswerStream, type AnswerPart, type CompletedChoice, type Completion } from "./answer.js";
 export { QuartetClient } from "./client.js";
+export type { TlsOptions } from "./connection.js";
 export { QuartetError } from "./errors.js";
 export { FinishReason } from "./gen/quartet/v1/types_pb.js";
 export type {
@@ -17,5 +18,4 @@ export type {
   Tool,
   ToolCall,
 } from "./request.js";
-export type { TlsOptions } from "./router.js";
 export type { Session } from "./session.js";

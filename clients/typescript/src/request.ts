@@ -147,7 +147,7 @@ export function makeStart(prompt: Prompt, options: GenerateOptions = {}): Genera
     ...(textOptions && { textOptions }),
     ...(output && { output }),
     numChoices,
-    media: media.map(makeMedia),
+    media: listed(media, "media").map((one, number) => makeMedia(one, `media[${number}]`)),
     adapter: options.adapter ?? "",
     cacheSalt: options.cacheSalt ?? "",
     tenant: options.tenant ?? "",
@@ -189,10 +189,11 @@ function makePrompt(prompt: Prompt): GenerateStart["prompt"] {
   if (typeof prompt === "string") {
     return { case: "text", value: prompt };
   }
-  if ("tokenIds" in prompt) {
-    return create(GenerateStartSchema, { prompt: { case: "tokenIds", value: { ids: [...prompt.tokenIds] } } }).prompt;
+  if (isObject(prompt) && "tokenIds" in prompt) {
+    const ids = listed(prompt.tokenIds, "token_ids.ids");
+    return create(GenerateStartSchema, { prompt: { case: "tokenIds", value: { ids } } }).prompt;
   }
-  if (Array.isArray(prompt.messages)) {
+  if (isObject(prompt) && "messages" in prompt) {
     return create(GenerateStartSchema, { prompt: { case: "chat", value: makeChat(prompt) } }).prompt;
   }
   throw invalidRequest("a prompt is a string, {messages} or {tokenIds}", "prompt");
@@ -201,43 +202,58 @@ function makePrompt(prompt: Prompt): GenerateStart["prompt"] {
 function makeChat(chat: Chat): MessageInitShape<typeof ChatPromptSchema> {
   const { toolChoice = "auto", parallelToolCalls, templateArguments } = chat;
   return {
-    messages: chat.messages.map(makeMessage),
-    tools: (chat.tools ?? []).map(makeTool),
+    messages: listed(chat.messages, "chat.messages").map((message, number) => makeMessage(message, `chat.messages[${number}]`)),
+    tools: listed(chat.tools ?? [], "chat.tools").map((tool, number) => makeTool(tool, `chat.tools[${number}]`)),
     toolChoice: toToolChoice(toolChoice),
-    toolName: typeof toolChoice === "object" ? toolChoice.name : "",
+    toolName: typeof toolChoice === "string" ? "" : known(toolChoice, "chat.tool_choice").name,
     ...(parallelToolCalls !== undefined && { parallelToolCalls }),
     templateArguments: templateArguments ? JSON.stringify(templateArguments) : "",
   };
 }
 
-function makeMessage(message: ChatMessage): MessageInitShape<typeof ChatMessageSchema> {
-  const { content = "", toolCalls = [] } = message;
+function makeMessage(message: ChatMessage, field: string): MessageInitShape<typeof ChatMessageSchema> {
+  const { role, content = "", name, toolCalls = [], toolCallId, reasoning } = known(message, field);
+  const parts = `${field}.parts`;
   return {
-    role: message.role,
-    ...(typeof content === "string" ? { content } : { parts: content.map(makePart) }),
-    name: message.name ?? "",
-    toolCalls: toolCalls.map((call) => ({ id: call.id ?? "", name: call.name, arguments: call.arguments ?? "" })),
-    toolCallId: message.toolCallId ?? "",
-    reasoning: message.reasoning ?? "",
+    role,
+    ...(typeof content === "string"
+      ? { content }
+      : { parts: listed(content, parts).map((part, number) => makePart(part, `${parts}[${number}]`)) }),
+    name: name ?? "",
+    toolCalls: listed(toolCalls, `${field}.tool_calls`).map((call, number) =>
+      makeToolCall(call, `${field}.tool_calls[${number}]`),
+    ),
+    toolCallId: toolCallId ?? "",
+    reasoning: reasoning ?? "",
   };
 }
 
-function makePart(part: string | Media): MessageInitShape<typeof ContentPartSchema> {
-  return typeof part === "string"
-    ? { part: { case: "text", value: part } }
-    : { part: { case: "media", value: makeMedia(part) } };
+function makeToolCall(call: ToolCall, field: string): Required<ToolCall> {
+  const { id = "", name, arguments: given = "" } = known(call, field);
+  return { id, name, arguments: given };
 }
 
-function makeMedia(media: Media): MessageInitShape<typeof MediaPartSchema> {
+function makePart(part: string | Media, field: string): MessageInitShape<typeof ContentPartSchema> {
+  return typeof part === "string"
+    ? { part: { case: "text", value: part } }
+    : { part: { case: "media", value: makeMedia(part, field) } };
+}
+
+function makeMedia(media: Media, field: string): MessageInitShape<typeof MediaPartSchema> {
   if (media instanceof Uint8Array) {
     return { source: { case: "data", value: media } };
   }
-  return "url" in media
-    ? { source: { case: "url", value: media.url } }
-    : { source: { case: "embeddings", value: media.embeddings } };
+  if (isObject(media) && "url" in media) {
+    return { source: { case: "url", value: media.url } };
+  }
+  if (isObject(media) && "embeddings" in media) {
+    return { source: { case: "embeddings", value: media.embeddings } };
+  }
+  throw invalidRequest("media are the bytes of a file, {url} or {embeddings}", field);
 }
 
-function makeTool(tool: Tool): MessageInitShape<typeof ToolSchema> {
+function makeTool(tool: Tool, field: string): MessageInitShape<typeof ToolSchema> {
+  known(tool, field);
   return {
     name: tool.name,
     description: tool.description ?? "",
@@ -257,6 +273,30 @@ function toToolChoice(choice: NonNullable<Chat["toolChoice"]>): ToolChoiceKind {
     default:
       return ToolChoiceKind.FUNCTION;
   }
+}
+
+function isObject(value: unknown): boolean {
+  return typeof value === "object" && value !== null;
+}
+
+/** `value`, which callers in JavaScript may have of any type. */
+function known<ObjectT>(value: ObjectT, field: string): ObjectT {
+  if (!isObject(value)) {
+    throw invalidRequest(`must be an object, not ${nameOf(value)}`, field);
+  }
+  return value;
+}
+
+/** The items of `value`, likewise. */
+function listed<ItemT>(value: readonly ItemT[], field: string): ItemT[] {
+  if (!isObject(value) || typeof value[Symbol.iterator] !== "function") {
+    throw invalidRequest(`must be a list, not ${nameOf(value)}`, field);
+  }
+  return [...value];
+}
+
+function nameOf(value: unknown): string {
+  return value === null ? "null" : typeof value;
 }
 
 function makeDuration(milliseconds: number, field: string): Duration {

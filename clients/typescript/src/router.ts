@@ -1,54 +1,37 @@
 // The connection to a router.
 import { Code, ConnectError, createClient, type Client } from "@connectrpc/connect";
-import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
-import { isIP, isIPv6 } from "node:net";
-import { connect, type TLSSocket } from "node:tls";
+import { createGrpcTransport } from "@connectrpc/connect-node";
+import { isIPv6 } from "node:net";
 
+import { Connection, messageOf, type TlsOptions } from "./connection.js";
 import { fromCallError, invalidRequest, routerUnavailable, type QuartetError } from "./errors.js";
 import { RouterService } from "./gen/quartet/v1/router_pb.js";
 
 /** A router ends a request at its timeout and says so. The client cuts off only a router that fails to, so much later. */
-export const DEADLINE_GRACE_MS = 2_000;
+const DEADLINE_GRACE_MS = 2_000;
+/** Of Node's timers: one that is set to more fires at once. */
+const MAX_TIMER_MS = 2 ** 31 - 1;
 
 /** Within this a router must accept a connection, name resolution and TLS included. */
 const CONNECT_TIMEOUT_MS = 3_000;
-/** A router that answers no ping for both of these together is gone. Routers allow a ping in 5 s. */
-const PING_INTERVAL_MS = 10_000;
-const PING_TIMEOUT_MS = 5_000;
 /** Of the longest message that comes down. */
 const MAX_MESSAGE_BYTES = 64 << 20;
-
-/** How a client proves who it is, and what it takes for proof. Files as their contents, in PEM. */
-export interface TlsOptions {
-  /** The authorities whose certificates count. Default: those that Node knows. */
-  ca?: string | Uint8Array;
-  /** The client's own certificate, where routers want one. */
-  cert?: string | Uint8Array;
-  /** Its private key. */
-  key?: string | Uint8Array;
-  /** The name that the router's certificate must have. Default: the host of its address. */
-  serverName?: string;
-}
 
 /** A router's address and the connection to it, which is made when it is first used, and again after each loss. */
 export class Router {
   /** Its methods, as the contracts have them; they throw connect's `ConnectError`. */
   readonly stub: Client<typeof RouterService>;
-  readonly #connection: Http2SessionManager;
+  readonly #connection: Connection;
   #isClosed = false;
 
-  /** @throws QuartetError: `address` is not `host:port`. */
+  /** @throws QuartetError: `address` is not `host:port`, or a file of `tls` is none. */
   constructor(
     readonly address: string,
     tls?: TlsOptions,
   ) {
     const [host, port] = split(address);
     const baseUrl = `${tls ? "https" : "http"}://${address}`;
-    this.#connection = new Http2SessionManager(
-      baseUrl,
-      { pingIntervalMs: PING_INTERVAL_MS, pingTimeoutMs: PING_TIMEOUT_MS, pingIdleConnection: true },
-      tls && { createConnection: () => connectTls(host, port, tls) },
-    );
+    this.#connection = new Connection(baseUrl, host, port, tls);
     const transport = createGrpcTransport({
       baseUrl,
       sessionManager: this.#connection,
@@ -87,7 +70,10 @@ export class Router {
 
   /** The error of a call that failed. */
   toError(error: unknown): QuartetError {
-    return this.#isClosed ? routerUnavailable("the client was closed", error) : fromCallError(error, this.address);
+    if (this.#isClosed) {
+      return routerUnavailable("the client was closed", error);
+    }
+    return fromCallError(error, this.address, (lost) => this.#connection.reason(lost));
   }
 
   /** Ends all calls and the connection, for good. */
@@ -108,7 +94,7 @@ export class Router {
       return routerUnavailable(`no router answers at ${this.address} within ${CONNECT_TIMEOUT_MS / 1000} s`);
     }
     const cause = this.#connection.error();
-    const why = cause === undefined ? "the connection was closed" : ConnectError.from(cause).rawMessage.trim();
+    const why = cause === undefined ? "the connection was closed" : messageOf(cause);
     return routerUnavailable(`no router answers at ${this.address}: ${why}`, cause);
   }
 }
@@ -130,11 +116,7 @@ function isHost(written: string): boolean {
   }
 }
 
-/** A connection by TLS. Left to itself, Node 18 would send an address as the name of its host, which is not allowed. */
-function connectTls(host: string, port: number, { ca, cert, key, serverName }: TlsOptions): TLSSocket {
-  const files = Object.entries({ ca, cert, key }).flatMap(([name, file]) =>
-    file === undefined ? [] : [[name, typeof file === "string" ? file : Buffer.from(file)] as const],
-  );
-  const servername = serverName ?? (isIP(host) ? "" : host);
-  return connect({ host, port, servername, ALPNProtocols: ["h2"], ...Object.fromEntries(files) });
+/** After how long the client cuts off a request of this timeout, in whole milliseconds; 24 days are the most. */
+export function cutOffMs(timeoutMs: number): number {
+  return Math.min(Math.ceil(timeoutMs) + DEADLINE_GRACE_MS, MAX_TIMER_MS);
 }

@@ -12,7 +12,7 @@ import {
   type SessionResponse,
 } from "./gen/quartet/v1/router_pb.js";
 import { makeStart, type GenerateOptions, type Prompt } from "./request.js";
-import { DEADLINE_GRACE_MS, type Router } from "./router.js";
+import { cutOffMs, type Router } from "./router.js";
 import { Uploads } from "./uploads.js";
 
 /** A stream without a request for so long is ended from here: routers do so after ten minutes, and a start may meet that. */
@@ -98,7 +98,8 @@ class SessionRequestRun implements RunningRequest {
     const deadline =
       this.#timeoutMs === undefined
         ? undefined
-        : setTimeout(() => this.#end(timedOut()), this.#timeoutMs + DEADLINE_GRACE_MS);
+        : setTimeout(() => this.#end(timedOut()), cutOffMs(this.#timeoutMs));
+    deadline?.unref(); // an answer that nobody reads to its end must not keep the process once the client was closed
     try {
       let part = await this.#firstPart(dropped);
       while (part !== undefined) {
@@ -144,7 +145,7 @@ class SessionRequestRun implements RunningRequest {
 }
 
 function isLost(error: unknown): boolean {
-  return error instanceof QuartetError && ["ROUTER_UNAVAILABLE", "SESSION_IDLE"].includes(error.reason);
+  return error instanceof QuartetError && ["ROUTER_UNAVAILABLE", "SESSION_IDLE", "DRAINING"].includes(error.reason);
 }
 
 /** One request on a stream. */

@@ -36,6 +36,7 @@ export class FakeSession {
   readonly #responses: SessionResponse[] = [];
   #wake: () => void = () => {};
   #isEnded = false;
+  #error: Error | undefined;
 
   constructor(requests: AsyncIterable<SessionRequest>) {
     this.#requests = requests[Symbol.asyncIterator]();
@@ -61,8 +62,10 @@ export class FakeSession {
     this.#wake();
   }
 
-  end(): void {
+  /** Ends it, with a status if there is an `error`. */
+  end(error?: Error): void {
     this.#isEnded = true;
+    this.#error = error;
     this.#wake();
   }
 
@@ -71,6 +74,9 @@ export class FakeSession {
     for (;;) {
       for (let response = this.#responses.shift(); response; response = this.#responses.shift()) {
         yield response;
+      }
+      if (this.#error) {
+        throw this.#error;
       }
       if (this.#isEnded) {
         return;

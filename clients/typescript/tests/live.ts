@@ -91,8 +91,8 @@ async function withPictures(message: Chat["messages"][number]): Promise<Chat["me
 }
 
 async function readTls(files: string): Promise<TlsOptions> {
-  const { ca, cert, key } = JSON.parse(files) as Record<"ca" | "cert" | "key", string>;
-  return { ca: await readFile(ca), cert: await readFile(cert), key: await readFile(key) };
+  const named = Object.entries(JSON.parse(files) as Record<string, string>);
+  return Object.fromEntries(await Promise.all(named.map(async ([name, file]) => [name, await readFile(file)] as const)));
 }
 
 function shown(error: unknown): unknown {

@@ -66,3 +66,38 @@ for (const [options, field] of IMPOSSIBLE) {
     assert.throws(() => makeStart("x", options), { name: "QuartetError", field });
   });
 }
+
+const user = (content: unknown) => ({ messages: [{ role: "user", content }] });
+/** What only callers without a compiler send. */
+const OF_WRONG_TYPE: [prompt: unknown, field: string, options?: unknown][] = [
+  [null, "prompt"],
+  [undefined, "prompt"],
+  [7, "prompt"],
+  [[], "prompt"],
+  [{ tokenIds: null }, "token_ids.ids"],
+  [{ tokenIds: ["a"] }, "token_ids.ids"],
+  [{ messages: null }, "chat.messages"],
+  [{ messages: "hello" }, "chat.messages"],
+  [{ messages: [null] }, "chat.messages[0]"],
+  [user(null), "chat.messages[0].parts"],
+  [user(["text", null]), "chat.messages[0].parts[1]"],
+  [user([{ picture: "a" }]), "chat.messages[0].parts[0]"],
+  [{ messages: [{ role: "assistant", toolCalls: [null] }] }, "chat.messages[0].tool_calls[0]"],
+  [{ messages: [], tools: [undefined] }, "chat.tools[0]"],
+  [{ messages: [], toolChoice: null }, "chat.tool_choice"],
+  ["x", "media", { media: null }],
+  ["x", "media[1]", { media: [{ url: "u" }, 5] }],
+];
+
+for (const [prompt, field, options] of OF_WRONG_TYPE) {
+  test(`a value of a wrong type is refused by its name: ${JSON.stringify([prompt, options])}`, () => {
+    const refused = { name: "QuartetError", reason: "INVALID_FIELD", field };
+    assert.throws(() => makeStart(prompt as Prompt, options as GenerateOptions), refused);
+  });
+}
+
+test("token ids may be in a typed array", () => {
+  const { prompt } = makeStart({ tokenIds: new Uint32Array([1, 2]) as unknown as number[] });
+  assert.ok(prompt.case === "tokenIds");
+  assert.deepEqual(prompt.value.ids, [1, 2]);
+});

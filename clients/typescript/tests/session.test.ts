@@ -1,6 +1,11 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
+import type { MessageInitShape } from "@bufbuild/protobuf";
+import { ConnectError } from "@connectrpc/connect";
+
+import { ErrorInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
+import type { GenerateResponseSchema } from "../src/gen/quartet/v1/router_pb.js";
 import { Code, FinishReason, QuartetError, type AnswerPart, type AnswerStream } from "../src/index.js";
 import { Router } from "../src/router.js";
 import { Session } from "../src/session.js";
@@ -221,6 +226,175 @@ test("each request has its own trace context", OPTIONS, async () => {
     const message = await router.next();
     assert.ok(message?.case === "start");
     assert.equal(message.value.traceparent, "00-aa-bb-01");
+    router.end();
+  });
+});
+
+function status(reason: string): ConnectError {
+  const details = [{ desc: ErrorInfoSchema, value: { reason, domain: "quartet" } }];
+  return new ConnectError("no more", Code.Unavailable, undefined, details);
+}
+
+for (const reason of ["SESSION_IDLE", "DRAINING"]) {
+  test(`a request that meets the end of a stream is sent again: ${reason}`, OPTIONS, async () => {
+    const sessions = new FakeSessions();
+    await withRouter({ session: sessions.method }, async (client) => {
+      const waiting = client.session().generate("one").next();
+      const ended = await sessions.next();
+      await ended.nextStart();
+      ended.end(status(reason));
+      const router = await sessions.next();
+      router.send(finished(await router.nextStart()));
+      assert.equal(valueOf(await waiting).case, "finished");
+      router.end();
+    });
+  });
+}
+
+test("a request that has begun, or failed for another reason, is not sent again", OPTIONS, async () => {
+  for (const [hasBegun, reason] of [[true, "DRAINING"], [false, "QUEUE_FULL"]] as const) {
+    const sessions = new FakeSessions();
+    await withRouter({ session: sessions.method }, async (client) => {
+      const answer = client.session().generate("one");
+      let next = answer.next();
+      const router = await sessions.next();
+      const slot = await router.nextStart();
+      if (hasBegun) {
+        router.send({ accepted: [{ slot, accepted: {} }] });
+        await next;
+        next = answer.next();
+      }
+      router.end(status(reason));
+      await assert.rejects(next, { reason });
+    });
+  }
+});
+
+test("a cancel that comes before the start goes up behind it", OPTIONS, async () => {
+  const sessions = new FakeSessions();
+  await withRouter({ session: sessions.method }, async (client) => {
+    const answer = client.session().generate("one");
+    answer.cancel();
+    const first = answer.next();
+    const router = await sessions.next();
+    const slot = await router.nextStart();
+    const cancel = await router.next();
+    assert.ok(cancel?.case === "cancel" && cancel.value.slot === slot);
+    router.send(finished(slot));
+    assert.equal(valueOf(await first).case, "finished");
+    router.end();
+  });
+});
+
+test("a late cancel does not reach the next request in its slot", OPTIONS, async () => {
+  await withSession(async (open, router) => {
+    const [ended, first, one] = await open("one");
+    router().send(finished(one));
+    await first;
+    const [, , two] = await open("two");
+    assert.equal(two, one);
+    ended.cancel();
+    await open("three"); // fails if a cancel comes first
+  });
+});
+
+test("a request that is dropped while the client connects is not sent", OPTIONS, async () => {
+  const sessions = new FakeSessions();
+  let numGenerated = 0;
+  const generate = async function* (): AsyncGenerator<MessageInitShape<typeof GenerateResponseSchema>> {
+    numGenerated++;
+    yield { message: { case: "accepted", value: { requestId: "r" } } };
+    yield { message: { case: "finished", value: { reason: FinishReason.LENGTH } } };
+  };
+  await withRouter({ generate, session: sessions.method }, async (client) => {
+    const session = client.session();
+    for (const one of [client, session]) {
+      const aborting = new AbortController();
+      const dropped = one.generate("dropped", { signal: aborting.signal }).next();
+      aborting.abort(new Error("no longer"));
+      await assert.rejects(dropped, { message: "no longer" });
+    }
+    await client.complete("sent");
+    assert.equal(numGenerated, 1);
+    const sent = session.generate("sent").next();
+    const router = await sessions.next();
+    const message = await router.next();
+    assert.ok(message?.case === "start");
+    assert.deepEqual(message.value.start?.prompt, { case: "text", value: "sent" });
+    router.send(finished(message.value.slot));
+    await sent;
+    router.end();
+  });
+});
+
+test("log probabilities are those of their choice", OPTIONS, async () => {
+  await withSession(async (open, router) => {
+    const [answer, first, slot] = await open("one");
+    router().send({
+      slots: [slot, slot],
+      choices: [0, 1],
+      numTokens: [1, 1],
+      tokenOffsets: [0, 0],
+      tokenIds: [7, 8],
+      texts: ["a", "b"],
+      logprobs: [{ slot, choice: 1, tokens: [{ logprob: -0.5 }] }],
+    });
+    const parts = [await first, valueOf(await answer.next())];
+    const numbers = parts.map((part) => part.case === "delta" && [part.value.choice, part.value.logprobs.length]);
+    assert.deepEqual(numbers, [[0, 0], [1, 1]]);
+  });
+});
+
+test("calls and reasoning that wait for a slow reader are kept", OPTIONS, async () => {
+  await withSession(async (open, router) => {
+    const [slow, first, one] = await open("slow");
+    const [, other, two] = await open("other");
+    router().send(tokens(one, 0, [1], "a"));
+    await first;
+    router().send({ parsed: [{ slot: one, reasoning: "so ", toolCalls: [{ index: 0, name: "add" }] }] });
+    router().send({ parsed: [{ slot: one, reasoning: "what", toolCalls: [{ index: 0, arguments: "{}" }] }] });
+    router().send(tokens(two, 0, [1], "x")); // once it has come, all before it has
+    await other;
+    const part = valueOf(await slow.next());
+    assert.ok(part.case === "delta");
+    assert.equal(part.value.reasoning, "so what");
+    assert.deepEqual(part.value.toolCalls.map((call) => call.name + call.arguments), ["add", "{}"]);
+  });
+});
+
+test("a stream that is used again is no longer idle", OPTIONS, async ({ mock }) => {
+  const idleTimeoutMs = 1_234_567;
+  const set = mock.method(globalThis, "setTimeout");
+  const clear = mock.method(globalThis, "clearTimeout");
+  const sessions = new FakeSessions();
+  await withRouter({ session: sessions.method }, async (_client, _breakConnections, address) => {
+    const connection = new Router(address);
+    const session = new Session(connection, () => {}, idleTimeoutMs);
+    const first = session.generate("one").next();
+    const router = await sessions.next();
+    router.send(finished(await router.nextStart()));
+    await first;
+    const idle = set.mock.calls.find((call) => call.arguments[1] === idleTimeoutMs)?.result;
+    assert.ok(idle);
+    session.generate("two").next().catch(() => {});
+    await router.nextStart();
+    assert.ok(clear.mock.calls.some((call) => call.arguments[0] === idle));
+    session.close();
+    connection.close();
+    router.end();
+  });
+});
+
+test("closing the client closes its sessions", OPTIONS, async () => {
+  const sessions = new FakeSessions();
+  await withRouter({ session: sessions.method }, async (client) => {
+    const running = client.session().generate("one");
+    const first = running.next();
+    const router = await sessions.next();
+    router.send(tokens(await router.nextStart(), 0, [1], "x"));
+    await first;
+    client.close();
+    await assert.rejects(running.next(), { message: "the session was closed" });
     router.end();
   });
 });
