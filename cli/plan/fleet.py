@@ -98,7 +98,8 @@ class MeasuredFleet:
         """Of workers that a router lists.
 
         Raises:
-            ConfigError: none is ready that decodes, or they have not measured steps with prompts, or that decode.
+            ConfigError: none is ready that decodes, one has several ranks, or they have not measured steps with
+                prompts, or that decode.
         """
         ready = [worker for worker in workers if worker.state is WorkerState.READY and worker.load is not None]
         by_role = {role: [worker for worker in ready if worker.record.role is role] for role in _ROLES}
@@ -106,6 +107,13 @@ class MeasuredFleet:
             raise ConfigError("--from-fleet: no worker is ready that decodes")
         if len({worker.record.model_fingerprint for worker in ready}) > 1:
             raise ConfigError("--model: the fleet serves several, or several versions of one; a plan is for one")
+        for worker in (*by_role[Role.PREFILL], *by_role[Role.DECODE]):
+            num_ranks = len(worker.load.ranks) if worker.load is not None else 0
+            if num_ranks != 1:
+                raise ConfigError(
+                    f"--from-fleet: {worker.record.worker_id} has {num_ranks} ranks "
+                    "(engine.data_parallel_size): a plan is for workers of one rank"
+                )
         times = {role: _step_times(found) for role, found in by_role.items()}
         prefill = [time for time in times[Role.PREFILL] or times[Role.DECODE] if _has_prefilled(time)]
         decode = [time for time in times[Role.DECODE] if _has_decoded(time)]

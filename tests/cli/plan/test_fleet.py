@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,16 @@ def test_a_running_fleet_gives_what_its_workers_have_measured() -> None:
 def test_a_running_fleet_that_knows_too_little_says_so(workers: list[WorkerStatus], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^--from-fleet: .*{message}"):
         MeasuredFleet.of(workers)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_running_fleet_with_several_ranks_a_worker_is_refused_as_such_a_topology_is(role: Role) -> None:
+    workers = [status(Role.PREFILL, 0), status(Role.DECODE, 0)]
+    [one] = [worker for worker in workers if worker.record.role is role]
+    assert one.load is not None
+    two = replace(one, load=replace(one.load, ranks=2 * one.load.ranks))
+    with pytest.raises(ConfigError, match=f"^--from-fleet: {role}-0 has 2 ranks .*a plan is for workers of one rank"):
+        MeasuredFleet.of([two if worker is one else worker for worker in workers])
 
 
 @pytest.mark.parametrize(
