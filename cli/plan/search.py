@@ -143,7 +143,7 @@ class Plan:
         together, apart = self.aggregated, self.disaggregated
         if self.chosen is None:
             return (
-                f"No fleet of up to {self.max_workers} workers meets the targets. The nearest, {self.nearest.shape}, "
+                f"No fleet of {_workers(self.max_workers)} meets the targets. The nearest, {self.nearest.shape}, "
                 f"misses them: {self.nearest.reason}."
             )
         if apart is None:
@@ -151,15 +151,21 @@ class Plan:
             others = f"; no {together.shape.size} of two kinds do" if together.shape.size > 1 else ""
             return f"Don't disaggregate: {together.shape} {_meet(together)} the targets{others}."
         if together is None or apart.shape.size < together.shape.size:
-            others = f"as do up to {self.max_workers}" if together is None else f"it takes {together.shape.size}"
             return (
                 f"Disaggregate: {apart.shape} meet the targets. {self.beside.shape} miss them "
-                f"({self.beside.reason}); {others}."
+                f"({self.beside.reason}){self._others()}."
             )
         return (
             f"No need to disaggregate: {together.shape} meet the targets, and come to {together.strain:.0%} of the "
             f"tightest. As many of two kinds, {apart.shape}, come to {apart.strain:.0%}."
         )
+
+    def _others(self) -> str:
+        """What became of the other aggregated fleets, as far as they were replayed."""
+        if self.aggregated is not None:
+            return f"; {self.aggregated.shape.size} meet them"
+        largest = self.max_workers
+        return f", and so do {largest}" if largest > self.beside.shape.size else ", and more were not tried"
 
 
 def find(try_shape: TryShape, max_workers: int) -> Plan:
@@ -232,6 +238,10 @@ class _Search:
     def _fails_by_others(self, shape: Shape) -> bool:
         """Whether a fleet with at least its workers of either kind was tried, and missed the targets."""
         return any(not one.meets and one.shape.has_all_of(shape) for one in self._tried.values())
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
 
 
 def _meet(tried: Tried) -> str:
