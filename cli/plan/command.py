@@ -260,7 +260,8 @@ def _search(job: _Job) -> Plan:
                 )
             except GivenUpError as error:
                 progress.update(bar, description=f"{shape}: given up")
-                return Tried(shape=shape, result=None, given_up=_why_given_up(error, len(job.requests)))
+                why = _why_given_up(error, len(job.requests))
+                return Tried(shape=shape, result=None, given_up=why, given_up_at_s=error.at_s)
             return judge(shape, result, job.targets)
 
         return find(try_shape, job.max_workers)

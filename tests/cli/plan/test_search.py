@@ -121,7 +121,8 @@ def test_where_none_suffices_the_nearest_is_named() -> None:
     assert plan.chosen is None
     assert plan.verdict() == (
         "No fleet of 4 workers meets the targets. The nearest, 4 workers that do both, misses them: "
-        "TTFT p95 2000 ms over 1000, ITL p95 60 ms over 50."
+        "TTFT p95 2000 ms over 1000, ITL p95 60 ms over 50. "
+        "1 Prefill and 3 Decode: TTFT p95 2000 ms over 1000, ITL p95 60 ms over 50."
     )
     assert {tried.shape for tried in plan.tried} == {Shape(0, 4), Shape(1, 3), Shape(2, 2), Shape(3, 1)}
 
@@ -133,6 +134,26 @@ def test_a_replay_that_was_given_up_is_run_to_its_end_where_it_is_compared() -> 
     assert plan.chosen.shape == Shape(2, 2)
     assert plan.beside.result is not None
     assert [shape for shape, is_whole in fleets.asked if is_whole] == [Shape(0, 4)]
+
+
+def test_where_none_suffices_the_likeliest_disaggregated_fleet_is_not_given_up() -> None:
+    asked: list[tuple[Shape, bool]] = []
+
+    def try_shape(shape: Shape, is_whole: bool) -> Tried:
+        asked.append((shape, is_whole))
+        if is_whole:
+            return judge(shape, result(2000 if shape.is_aggregated else 1100, 40), [TTFT, ITL])
+        at_s = 30.0 if shape == Shape(3, 2) else 10.0
+        return Tried(shape=shape, result=None, given_up="given up: too late", given_up_at_s=at_s)
+
+    plan = find(try_shape, 5)
+    assert [shape for shape, is_whole in asked if is_whole] == [Shape(0, 5), Shape(3, 2)]
+    assert plan.nearest.shape == Shape(3, 2)
+    assert plan.nearest_other is plan.beside
+    assert plan.verdict() == (
+        "No fleet of 5 workers meets the targets. The nearest of those replayed to their end, 3 Prefill and 2 Decode, "
+        "misses them: TTFT p95 1100 ms over 1000. 5 workers that do both: TTFT p95 2000 ms over 1000."
+    )
 
 
 @given(
