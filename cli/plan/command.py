@@ -222,6 +222,7 @@ def plan(
         given = read_trace(trace)[:max_requests]
         factor = _factor(given, rate, speed)
         requests = _fitting(given, factor, fleet.max_request_tokens)
+        _check_values(wanted, requests)
         job = _Job(
             trace=trace.name,
             requests=requests,
@@ -301,6 +302,17 @@ def _fitting(requests: Sequence[TraceRequest], factor: float, max_tokens: int) -
     return found
 
 
+def _check_values(targets: Sequence[Target], requests: Sequence[TraceRequest]) -> None:
+    """Raises ``ConfigError``: a target is on the time between tokens, and no answer has two."""
+    for target in targets:
+        if target.latency == "itl" and not _has_itl(requests):
+            raise ConfigError(f"--itl-p{target.percent}: there are no values: all answers in the trace have one token")
+
+
+def _has_itl(requests: Sequence[TraceRequest]) -> bool:
+    return any(request.num_output_tokens > 1 for request in requests)
+
+
 def _patience(targets: Sequence[Target], num_requests: int) -> list[Patience]:
     """What ends a replay whose percentile is above its limit whatever comes."""
     return [
@@ -331,7 +343,7 @@ def _print_plan(console: Console, job: _Job, found: Plan) -> None:
         caption=caption,
     )
     for tried in found.tried:
-        table.add_row(*_row(tried), style="bold" if tried is found.chosen else None)
+        table.add_row(*_row(tried, has_itl=_has_itl(job.requests)), style="bold" if tried is found.chosen else None)
     console.print(str(job), soft_wrap=True)
     console.print(table)
     if job.num_left_out:
@@ -341,7 +353,7 @@ def _print_plan(console: Console, job: _Job, found: Plan) -> None:
         console.print(f"Start it: {job.fleet.how_to_start(found.chosen.shape)}", soft_wrap=True)
 
 
-def _row(tried: Tried) -> list[str]:
+def _row(tried: Tried, *, has_itl: bool) -> list[str]:
     shape, result = tried.shape, tried.result
     counts = [str(shape.num_prefill), str(shape.num_decode)]
     if result is None:
@@ -349,7 +361,7 @@ def _row(tried: Tried) -> list[str]:
     return [
         *counts,
         _spread(result.ttft_ms),
-        _spread(result.itl_ms, digits=1),
+        _spread(result.itl_ms, digits=1) if has_itl else "no values",
         "" if shape.is_aggregated else f"{result.prefill_busy:.0%}",
         f"{result.decode_busy:.0%}",
         f"{tried.strain:.0%}",
@@ -375,7 +387,7 @@ def _report(job: _Job, found: Plan) -> Mapping[str, object]:
         "fleet": _without_counts(job.fleet.settings),
         "targets": [asdict(target) for target in job.targets],
         "max_workers": job.max_workers,
-        "tried": [_tried(tried) for tried in found.tried],
+        "tried": [_tried(tried, has_itl=_has_itl(job.requests)) for tried in found.tried],
         "aggregated": _counts(found.aggregated),
         "disaggregated": _counts(found.disaggregated),
         "beside": _counts(found.beside),
@@ -390,13 +402,16 @@ def _without_counts(settings: FleetSettings) -> Mapping[str, object]:
     return {name: value for name, value in asdict(settings).items() if name not in left_out}
 
 
-def _tried(tried: Tried) -> Mapping[str, object]:
+def _tried(tried: Tried, *, has_itl: bool) -> Mapping[str, object]:
+    result = None if tried.result is None else asdict(tried.result)
+    if result is not None and not has_itl:
+        result["itl_ms"] = None
     return {
         **asdict(tried.shape),
         "meets": tried.meets,
         "strain": None if tried.result is None else tried.strain,
         "reason": tried.reason,
-        "result": None if tried.result is None else asdict(tried.result),
+        "result": result,
     }
 
 

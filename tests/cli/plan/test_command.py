@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.traces.format import TraceRequest, write_trace
+from cli.traces.format import BLOCK_SIZE, TraceRequest, write_trace
 from cli.traces.generate import Arrivals, SessionConfig, TraceConfig, generate
 from tests.cli.conftest import RunCli
 
@@ -100,6 +100,32 @@ async def test_requests_that_no_worker_can_hold_are_left_out(run_cli: RunCli, tm
     refused = await run_cli("plan", str(path), *options[:-1], "engine.max_model_len=50")
     assert refused.exit_code == 1
     assert "TRACE: a worker holds 50 tokens, and each request has more" in refused.output
+
+
+async def test_a_target_between_tokens_is_refused_where_answers_have_one(run_cli: RunCli, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace([_request(number, 100, num_output_tokens=1) for number in range(3)], path)
+    options = ("--ttft-p95", "1000", "--max-workers", "1")
+    refused = await run_cli("plan", str(path), *options, "--itl-p99", "50")
+    assert refused.exit_code == 1
+    assert "--itl-p99: there are no values: all answers in the trace have one token" in refused.output
+    result = await run_cli("plan", str(path), *options, "--json", str(tmp_path / "plan.json"))
+    assert result.exit_code == 0, result.output
+    assert "no values" in result.stdout
+    [tried] = json.loads((tmp_path / "plan.json").read_text())["tried"]
+    assert tried["result"]["itl_ms"] is None
+
+
+def _request(arrival_s: float, num_input_tokens: int, num_output_tokens: int = 2) -> TraceRequest:
+    """Whose prompt no other request shares, given that none comes at the same time."""
+    num_blocks = -(-num_input_tokens // BLOCK_SIZE)
+    hash_ids = tuple(round(1000 * arrival_s) + number for number in range(num_blocks))
+    return TraceRequest(
+        arrival_s=arrival_s,
+        num_input_tokens=num_input_tokens,
+        num_output_tokens=num_output_tokens,
+        hash_ids=hash_ids,
+    )
 
 
 @pytest.mark.parametrize(
