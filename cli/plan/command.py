@@ -220,8 +220,9 @@ def plan(
             transfer_gb_per_s=transfer_gb_per_s,
         )
         given = read_trace(trace)[:max_requests]
-        factor = _factor(given, rate, speed)
-        requests = _fitting(given, factor, fleet.max_request_tokens)
+        fitting = _fitting(given, fleet.max_request_tokens)
+        factor = _factor(fitting, rate, speed)
+        requests = [replace(request, arrival_s=request.arrival_s / factor) for request in fitting]
         _check_values(wanted, requests)
         job = _Job(
             trace=trace.name,
@@ -274,7 +275,8 @@ async def _ask(router: RouterOptions, model: str) -> MeasuredFleet:
 
 
 def _rate(requests: Sequence[TraceRequest]) -> float:
-    duration_s = requests[-1].arrival_s if requests else 0.0
+    """Requests a second; infinite: all come at the same time."""
+    duration_s = requests[-1].arrival_s - requests[0].arrival_s
     return len(requests) / duration_s if duration_s else math.inf
 
 
@@ -282,18 +284,18 @@ def _factor(requests: Sequence[TraceRequest], rate: float | None, speed: float |
     if rate is None:
         return speed or 1.0
     if _rate(requests) == math.inf:
-        raise ConfigError("--rate: all requests of the trace come at the same time")
+        raise ConfigError("--rate: the requests that are replayed all come at the same time")
     return rate / _rate(requests)
 
 
-def _fitting(requests: Sequence[TraceRequest], factor: float, max_tokens: int) -> list[TraceRequest]:
-    """Those that a worker can hold, at their times.
+def _fitting(requests: Sequence[TraceRequest], max_tokens: int) -> list[TraceRequest]:
+    """Those that a worker can hold.
 
     Raises:
         ConfigError: none of them.
     """
     found = [
-        replace(request, arrival_s=request.arrival_s / factor)
+        request
         for request in requests
         if request.num_input_tokens + request.num_output_tokens <= max_tokens
     ]
@@ -347,7 +349,8 @@ def _print_plan(console: Console, job: _Job, found: Plan) -> None:
     console.print(str(job), soft_wrap=True)
     console.print(table)
     if job.num_left_out:
-        console.print(f"Left out, as a worker takes no longer ones: {job.num_left_out} requests.")
+        num_given = len(job.requests) + job.num_left_out
+        console.print(f"Left out, as a worker takes no longer ones: {job.num_left_out} of {num_given} requests.", soft_wrap=True)
     console.print(found.verdict(), soft_wrap=True)
     if found.chosen is not None:
         console.print(f"Start it: {job.fleet.how_to_start(found.chosen.shape)}", soft_wrap=True)

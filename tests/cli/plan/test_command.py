@@ -96,10 +96,22 @@ async def test_requests_that_no_worker_can_hold_are_left_out(run_cli: RunCli, tm
     options = ("--ttft-p95", "1000", "--max-workers", "1", "--set", "engine.max_model_len=300")
     result = await run_cli("plan", str(path), *options)
     assert result.exit_code == 0, result.output
-    assert "Left out, as a worker takes no longer ones: 1 requests." in result.stdout
+    assert "Left out, as a worker takes no longer ones: 1 of 3 requests." in result.stdout
     refused = await run_cli("plan", str(path), *options[:-1], "engine.max_model_len=50")
     assert refused.exit_code == 1
     assert "TRACE: a worker holds 50 tokens, and each request has more" in refused.output
+
+
+async def test_the_rate_that_is_asked_for_is_that_of_the_requests_that_are_replayed(
+    run_cli: RunCli, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace([_request(number, 100 if number % 2 else 500) for number in range(10)], path)
+    options = "--ttft-p95 1000 --max-workers 1 --set engine.max_model_len=300 --rate 2".split()
+    result = await run_cli("plan", str(path), *options)
+    assert result.exit_code == 0, result.output
+    # Of those at 1, 3, 5, 7 and 9 s, five in 8 s.
+    assert "5 requests at 3.2x (2 a second)" in result.stdout
 
 
 async def test_a_target_between_tokens_is_refused_where_answers_have_one(run_cli: RunCli, tmp_path: Path) -> None:
