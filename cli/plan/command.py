@@ -29,6 +29,8 @@ from quartet.errors import ConfigError
 #: Whose speeds count where neither a topology nor a running fleet is given.
 DEFAULT_TOPOLOGY = "mock_fleet"
 
+# With fewer, p95 rests on four requests at most.
+_FEW_REQUESTS = 100
 _MS = 1e3
 _PACKAGES = ("quartet", "numpy", "xxhash")
 _PERCENTS = (50, 95, 99)
@@ -127,14 +129,27 @@ class _Job:
     def __str__(self) -> str:
         wanted = ", ".join(f"{target} <= {target.limit_ms:g} ms" for target in self.targets)
         return (
-            f"{self.trace}, {len(self.requests)} requests at {self.speed:.3g}x ({self.rate:.3g} a second); "
+            f"{self.trace}, {self._load()}; "
             f"steps {self.fleet.speeds_from}; wanted: {wanted}"
         )
 
-    @property
-    def rate(self) -> float:
-        """Requests a second."""
-        return _rate(self.requests)
+    def warnings(self) -> list[str]:
+        """Why its figures may say less than they seem to."""
+        found = list[str]()
+        count = len(self.requests)
+        if count < _FEW_REQUESTS:
+            slowest = [max(1, count * (100 - percent) // 100) for percent in (95, 99)]
+            found.append(
+                f"Only {_count(count)}: p95 of TTFT rests on the slowest {slowest[0]} of them, p99 on the slowest "
+                f"{slowest[1]}. Some hundred say more."
+            )
+        return found
+
+    def _load(self) -> str:
+        count, rate = _count(len(self.requests)), _rate(self.requests)
+        if rate < math.inf:
+            return f"{count} at {self.speed:.3g}x ({rate:.3g} a second)"
+        return count if len(self.requests) == 1 else f"{count}, all at once"
 
 
 def plan(
@@ -274,6 +289,10 @@ async def _ask(router: RouterOptions, model: str) -> MeasuredFleet:
         return MeasuredFleet.of(await client.list_workers(model))
 
 
+def _count(num_requests: int) -> str:
+    return "1 request" if num_requests == 1 else f"{num_requests} requests"
+
+
 def _rate(requests: Sequence[TraceRequest]) -> float:
     """Requests a second; infinite: all come at the same time."""
     duration_s = requests[-1].arrival_s - requests[0].arrival_s
@@ -351,6 +370,8 @@ def _print_plan(console: Console, job: _Job, found: Plan) -> None:
     if job.num_left_out:
         num_given = len(job.requests) + job.num_left_out
         console.print(f"Left out, as a worker takes no longer ones: {job.num_left_out} of {num_given} requests.", soft_wrap=True)
+    for warning in job.warnings():
+        console.print(f"Note: {warning}", soft_wrap=True)
     console.print(found.verdict(), soft_wrap=True)
     if found.chosen is not None:
         console.print(f"Start it: {job.fleet.how_to_start(found.chosen.shape)}", soft_wrap=True)
@@ -390,6 +411,7 @@ def _report(job: _Job, found: Plan) -> Mapping[str, object]:
         "fleet": _without_counts(job.fleet.settings),
         "targets": [asdict(target) for target in job.targets],
         "max_workers": job.max_workers,
+        "warnings": job.warnings(),
         "tried": [_tried(tried, has_itl=_has_itl(job.requests)) for tried in found.tried],
         "aggregated": _counts(found.aggregated),
         "disaggregated": _counts(found.disaggregated),

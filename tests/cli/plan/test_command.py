@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,28 @@ async def test_the_rate_that_is_asked_for_is_that_of_the_requests_that_are_repla
     assert result.exit_code == 0, result.output
     # Of those at 1, 3, 5, 7 and 9 s, five in 8 s.
     assert "5 requests at 3.2x (2 a second)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arrivals_s", "load", "few"),
+    [
+        ((0.0,), "1 request", "Only 1 request: "),
+        ((0.0, 0.0), "2 requests, all at once", "p95 of TTFT rests on the slowest 1 of them, p99 on the slowest 1"),
+        (range(99), "99 requests at 1x (1.01 a second)", "p95 of TTFT rests on the slowest 4 of them"),
+        (range(100), "100 requests at 1x (1.01 a second)", ""),
+    ],
+)
+async def test_a_trace_of_few_requests_says_how_little_its_percentiles_rest_on(
+    run_cli: RunCli, tmp_path: Path, arrivals_s: Sequence[float], load: str, few: str
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace([_request(arrival_s, 100) for arrival_s in arrivals_s], path)
+    result = await run_cli("plan", str(path), "--ttft-p95", "1000", "--max-workers", "1", "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert f"trace.jsonl, {load}; steps of mock_fleet; wanted" in result.stderr
+    [warning] = json.loads(result.stdout)["warnings"] or [""]
+    assert few in warning
+    assert bool(few) == bool(warning) == ("Note: " in result.stderr)
 
 
 async def test_a_target_between_tokens_is_refused_where_answers_have_one(run_cli: RunCli, tmp_path: Path) -> None:
