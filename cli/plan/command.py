@@ -374,7 +374,7 @@ def _print_plan(console: Console, job: _Job, found: Plan) -> None:
         console.print(f"Note: {warning}", soft_wrap=True)
     console.print(found.verdict(), soft_wrap=True)
     if found.chosen is not None:
-        console.print(f"Start it: {job.fleet.how_to_start(found.chosen.shape)}", soft_wrap=True)
+        console.print(str(job.fleet.how_to_start(found.chosen.shape)), soft_wrap=True)
 
 
 def _row(tried: Tried, *, has_itl: bool) -> list[str]:
@@ -399,6 +399,7 @@ def _spread(spread: Spread, digits: int = 0) -> str:
 
 def _report(job: _Job, found: Plan) -> Mapping[str, object]:
     chosen = found.chosen
+    start = None if chosen is None else job.fleet.how_to_start(chosen.shape)
     return {
         **describe_run("plan", job.started_at, _PACKAGES),
         "trace": job.trace,
@@ -418,7 +419,8 @@ def _report(job: _Job, found: Plan) -> Mapping[str, object]:
         "beside": _counts(found.beside),
         "chosen": _counts(chosen),
         "verdict": found.verdict(),
-        "start": None if chosen is None else job.fleet.how_to_start(chosen.shape),
+        "start": None if start is None else start.command or None,
+        "start_otherwise": None if start is None else start.otherwise or None,
     }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,16 @@ import pytest
 from cli.plan.fleet import MeasuredFleet, PlannedFleet, Speeds, plan_fleet
 from cli.plan.search import Shape
 from quartet.client import WorkerState, WorkerStatus
+from quartet.config import build
 from quartet.discovery.base import HostIdentity, Role, WorkerRecord
 from quartet.engine.mock.model import StepTiming
 from quartet.errors import ConfigError
 from quartet.events.load import RankLoad, StepTime, WorkerLoad
 from quartet.shipped import topologies
 from router.policy.create import PolicyName
+from services.topology.groups import GroupChoices
+from services.topology.topology import Topology, plan_workers, read_settings
+from services.workers.config import WorkerConfig
 
 _MEASURED = StepTime(
     prefill_base_s=0.02,
@@ -92,15 +98,54 @@ workers:
     assert fleet.max_request_tokens == 9000
     assert plan(file, "engine.max_model_len=90000").max_request_tokens == 500 * 32
     assert fleet.of(Shape(2, 3)).num_prefill_workers == 2
-    assert fleet.how_to_start(Shape(2, 3)) == f"quartet up {file} --replicas big=2 --replicas decode=3"
+    assert fleet.how_to_start(Shape(2, 3)).command == f"quartet up {file} --replicas big=2 --replicas decode=3"
 
 
 def test_a_topology_without_prefill_workers_says_what_it_lacks() -> None:
     fleet = plan("agg", speeds=Speeds(prefill_tokens_per_s=10_000, decode_step_ms=10), num_blocks=2000)
-    assert fleet.how_to_start(Shape(0, 2)) == "quartet up agg --replicas decode=2"
-    assert fleet.how_to_start(Shape(1, 2)) == (
-        "quartet up agg --replicas decode=2   (with a group of the role prefill and replicas: 1 in the file)"
+    blocks = "--set workers.decode.engine.num_blocks=2000"
+    assert str(fleet.how_to_start(Shape(0, 2))) == f"Start it: quartet up agg {blocks} --replicas decode=2"
+    start = fleet.how_to_start(Shape(1, 2))
+    assert not start.command, "none can be run as it is"
+    assert str(start) == (
+        "To start it, copy the file of agg, which has no group of the role prefill, add {role: prefill, replicas: 1} "
+        f"to its workers, and give quartet up the copy and {blocks} --replicas decode=2."
     )
+
+
+def test_a_fleet_without_a_topology_has_no_command_that_starts_it() -> None:
+    fleet = plan(None, measured=MeasuredFleet.of([status(Role.DECODE, 0)]))
+    start = fleet.how_to_start(Shape(1, 2))
+    assert not start.command
+    assert str(start) == (
+        "To start it, give quartet up the fleet's topology and --replicas prefill=1 --replicas decode=2."
+    )
+
+
+@pytest.mark.parametrize(
+    ("topology", "assignments"),
+    [
+        ("mock_fleet", ()),
+        ("mock_fleet", ("workers.prefill.engine.num_blocks=50", "engine.num_blocks=60")),
+        ("gpu/disagg", ()),
+    ],
+)
+def test_stated_blocks_are_those_of_the_workers_that_the_command_starts(
+    topology: str, assignments: tuple[str, ...]
+) -> None:
+    speeds = Speeds(prefill_tokens_per_s=10_000, decode_step_ms=10)
+    fleet = plan(topology, *assignments, speeds=speeds, num_blocks=2000)
+    words = shlex.split(fleet.how_to_start(Shape(1, 1)).command)
+    assert words[:3] == ["quartet", "up", topology]
+    given = {
+        option: [value for name, value in pairwise(words) if name == option] for option in ("--set", "--replicas")
+    }
+    choices = GroupChoices(replicas=given["--replicas"])
+    started = build(Topology, read_settings(topologies()[topology], given["--set"], {}, choices))
+    engines = [build(WorkerConfig, each.settings).engine for each in plan_workers(started, num_cores=1)]
+    assert [engine.num_blocks for engine in engines] == [2000, 2000]
+    alone = fleet.how_to_start(Shape(0, 2)).command
+    assert "workers.prefill.engine.num_blocks=2000" not in alone, "there is none"
 
 
 def test_what_is_stated_takes_the_place_of_a_part() -> None:
