@@ -130,7 +130,7 @@ class _Job:
         wanted = ", ".join(f"{target} <= {target.limit_ms:g} ms" for target in self.targets)
         return (
             f"{self.trace}, {self._load()}; "
-            f"steps {self.fleet.speeds_from}; wanted: {wanted}"
+            f"steps {self.fleet.speeds_from}{self._policy()}; wanted: {wanted}"
         )
 
     def warnings(self) -> list[str]:
@@ -144,6 +144,11 @@ class _Job:
                 f"{slowest[1]}. Some hundred say more."
             )
         return found
+
+    def _policy(self) -> str:
+        """Named where nobody chose it."""
+        name = self.fleet.policy.name
+        return "" if self.fleet.topology else f"; policy {name}, the default, as there is no --topology"
 
     def _load(self) -> str:
         count, rate = _count(len(self.requests)), _rate(self.requests)
@@ -374,7 +379,7 @@ def _print_plan(console: Console, job: _Job, found: Plan) -> None:
         console.print(f"Note: {warning}", soft_wrap=True)
     console.print(found.verdict(), soft_wrap=True)
     if found.chosen is not None:
-        console.print(str(job.fleet.how_to_start(found.chosen.shape)), soft_wrap=True)
+        console.print(str(job.fleet.how_to_start(found.chosen.shape)), soft_wrap=True, markup=False)
 
 
 def _row(tried: Tried, *, has_itl: bool) -> list[str]:

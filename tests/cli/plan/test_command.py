@@ -10,7 +10,12 @@ import pytest
 
 from cli.traces.format import BLOCK_SIZE, TraceRequest, write_trace
 from cli.traces.generate import Arrivals, SessionConfig, TraceConfig, generate
+from quartet.api.convert import to_worker_status
+from quartet.discovery.base import Role
 from tests.cli.conftest import RunCli
+from tests.cli.plan.fleets import status
+from tests.client.conftest import StartRouter
+from tests.client.fake_router import FakeRouter
 
 _NUM_REQUESTS = 40
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
@@ -135,6 +140,23 @@ async def test_a_trace_of_few_requests_says_how_little_its_percentiles_rest_on(
     [warning] = json.loads(result.stdout)["warnings"] or [""]
     assert few in warning
     assert bool(few) == bool(warning) == ("Note: " in result.stderr)
+
+
+async def test_a_fleet_whose_topology_is_not_known_is_planned_with_a_policy_that_is_named(
+    trace: str, run_cli: RunCli, start_router: StartRouter
+) -> None:
+    router = FakeRouter()
+    router.workers = [to_worker_status(status(Role.DECODE, 0, num_total_blocks=1000))]
+    options = ("--ttft-p95", "1e6", "--max-workers", "1", "--from-fleet", "--router", await start_router(router))
+    result = await run_cli("plan", trace, *options)
+    assert result.exit_code == 0, result.output
+    title, *_, start = result.stdout.splitlines()
+    assert "measured by the running fleet; policy kv_aware, the default, as there is no --topology; wanted" in title
+    assert start == "To start it, give quartet up the fleet's topology and --replicas prefill=0 --replicas decode=1."
+    topology = ("--topology", "mock_fleet", "--set", "router.overrides.policy.name=round_robin")
+    known = await run_cli("plan", trace, *options, *topology)
+    assert known.exit_code == 0, known.output
+    assert "measured by the running fleet; wanted" in known.stdout
 
 
 async def test_a_target_between_tokens_is_refused_where_answers_have_one(run_cli: RunCli, tmp_path: Path) -> None:

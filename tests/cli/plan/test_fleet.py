@@ -11,26 +11,18 @@ import pytest
 
 from cli.plan.fleet import MeasuredFleet, PlannedFleet, Speeds, plan_fleet
 from cli.plan.search import Shape
-from quartet.client import WorkerState, WorkerStatus
+from quartet.client import WorkerStatus
 from quartet.config import build
-from quartet.discovery.base import HostIdentity, Role, WorkerRecord
+from quartet.discovery.base import Role
 from quartet.engine.mock.model import StepTiming
 from quartet.errors import ConfigError
-from quartet.events.load import RankLoad, StepTime, WorkerLoad
+from quartet.events.load import StepTime
 from quartet.shipped import topologies
 from router.policy.create import PolicyName
 from services.topology.groups import GroupChoices
 from services.topology.topology import Topology, plan_workers, read_settings
 from services.workers.config import WorkerConfig
-
-_MEASURED = StepTime(
-    prefill_base_s=0.02,
-    prefill_s_per_token=1e-4,
-    prefill_s_per_token2=1e-9,
-    decode_base_s=0.008,
-    decode_s_per_context_token=1e-7,
-)
-
+from tests.cli.plan.fleets import MEASURED, status
 
 def plan(
     topology: str | Path | None = "mock_fleet",
@@ -50,28 +42,6 @@ def plan(
         kv_bytes_per_token=None,
         transfer_gb_per_s=50.0,
     )
-
-
-def status(role: Role, number: int, step_time: StepTime | None = _MEASURED, **load: int) -> WorkerStatus:
-    record = WorkerRecord(
-        worker_id=f"{role}-{number}",
-        role=role,
-        epoch=1,
-        grpc_address="127.0.0.1:1",
-        events_address="",
-        model_name="m",
-        host=HostIdentity(boot_id="boot", ipc_namespace="ipc"),
-        transfer_ways=(),
-        contract_version="1",
-        model_fingerprint="f",
-        num_blocks=100,
-        block_size=16,
-        max_model_len=4000,
-        sampling_fields=(),
-    )
-    sizes = {"num_total_blocks": 100, "max_running": 32, "max_step_tokens": 512, **load}
-    report = WorkerLoad(worker_id=record.worker_id, epoch=1, ranks=(RankLoad(step_time=step_time, **sizes),))
-    return WorkerStatus(record=record, state=WorkerState.READY, load=report, load_age_s=0.0, num_requests=0)
 
 
 def test_a_topology_gives_engines_policy_and_speeds(tmp_path: Path) -> None:
@@ -170,8 +140,8 @@ def test_a_running_fleet_gives_what_its_workers_have_measured() -> None:
     assert prefill is not None
     assert (prefill.num_blocks, decode.num_blocks) == (40, 100)
     assert (decode.block_size, decode.max_num_seqs, decode.max_num_batched_tokens) == (16, 32, 512)
-    assert decode.timing.prefill_ms(1000) == pytest.approx(1e3 * _MEASURED.prefill_s(1000))
-    assert decode.timing.decode_ms(5000) == pytest.approx(1e3 * _MEASURED.decode_s(5000))
+    assert decode.timing.prefill_ms(1000) == pytest.approx(1e3 * MEASURED.prefill_s(1000))
+    assert decode.timing.decode_ms(5000) == pytest.approx(1e3 * MEASURED.decode_s(5000))
     assert fleet.max_request_tokens == 40 * 16
     assert fleet.speeds_from == "measured by the running fleet"
     alone = plan("mock_fleet", measured=MeasuredFleet.of([status(Role.DECODE, 0)]), speeds=Speeds(decode_step_ms=9.0))
