@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +30,9 @@ from quartet.errors import ConfigError
 #: Whose speeds count where neither a topology nor a running fleet is given.
 DEFAULT_TOPOLOGY = "mock_fleet"
 
+# Of policy.margin_s, as shares of a step. Routers' forecasts of a step's end are off by a few per cent of it; with the
+# second one plans came true (benchmarks/plan.py).
+_LEAST_MARGIN, _GOOD_MARGIN = 0.03, 0.1
 # With fewer, p95 rests on four requests at most.
 _FEW_REQUESTS = 100
 _MS = 1e3
@@ -142,6 +146,14 @@ class _Job:
             found.append(
                 f"Only {_count(count)}: p95 of TTFT rests on the slowest {slowest[0]} of them, p99 on the slowest "
                 f"{slowest[1]}. Some hundred say more."
+            )
+        num_tokens = round(median(request.num_input_tokens for request in self.requests))
+        step_ms, policy = self.fleet.prompt_step_ms(num_tokens), self.fleet.policy
+        if policy.reads_caches and _MS * policy.margin_s < _LEAST_MARGIN * step_ms:
+            found.append(
+                f"A step with a prompt of {num_tokens} tokens takes {step_ms:.4g} ms, for which policy.margin_s, "
+                f"{_MS * policy.margin_s:g} ms, is short. Live, prompts may come too late for the next step and have a "
+                f"longer TTFT: try --set router.overrides.policy.margin_s={_GOOD_MARGIN * step_ms / _MS:.2g}."
             )
         return found
 

@@ -194,6 +194,11 @@ class PlannedFleet:
         """Makes the policy of one router."""
         return partial(create_policy, self.policy)
 
+    def prompt_step_ms(self, num_tokens: int) -> float:
+        """How long a step takes for a prompt of ``num_tokens``, or as much of it as one step computes."""
+        engines = (self.settings.engine, self.settings.prefill_engine or self.settings.engine)
+        return max(engine.timing.prefill_ms(min(num_tokens, engine.max_num_batched_tokens)) for engine in engines)
+
     def of(self, shape: Shape) -> FleetSettings:
         """For a replay on so many workers."""
         return replace(self.settings, num_workers=shape.num_decode, num_prefill_workers=shape.num_prefill)

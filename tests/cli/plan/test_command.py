@@ -159,6 +159,30 @@ async def test_a_fleet_whose_topology_is_not_known_is_planned_with_a_policy_that
     assert "measured by the running fleet; wanted" in known.stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        ("", True),
+        ("--set router.overrides.policy.margin_s=0.1", False),
+        (_APART, False),  # it does not go by forecasts
+        ("--set engine.mock.speed_up=10", False),
+    ],
+)
+async def test_steps_that_are_long_for_the_policys_margin_are_warned_of(
+    run_cli: RunCli, tmp_path: Path, options: str, warns: bool
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace([_request(number, length) for number, length in enumerate((10, 100, 5000))], path)
+    timing = "--set engine.mock.timing.prefill_base=900 --set engine.mock.timing.prefill_linear=1"
+    result = await run_cli("plan", str(path), *f"--ttft-p95 1e6 --max-workers 1 {timing} {options}".split())
+    assert result.exit_code == 0, result.output
+    warning = (
+        "Note: A step with a prompt of 100 tokens takes 1000 ms, for which policy.margin_s, 5 ms, is short. Live, prompts "
+        "may come too late for the next step and have a longer TTFT: try --set router.overrides.policy.margin_s=0.1."
+    )
+    assert (warning in result.stdout.splitlines()) is warns
+
+
 async def test_a_target_between_tokens_is_refused_where_answers_have_one(run_cli: RunCli, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     write_trace([_request(number, 100, num_output_tokens=1) for number in range(3)], path)
