@@ -132,10 +132,7 @@ class _Job:
 
     def __str__(self) -> str:
         wanted = ", ".join(f"{target} <= {target.limit_ms:g} ms" for target in self.targets)
-        return (
-            f"{self.trace}, {self._load()}; "
-            f"steps {self.fleet.speeds_from}{self._policy()}; wanted: {wanted}"
-        )
+        return f"{self.trace}, {self._load()}; steps {self.fleet.speeds_from}{self._policy()}; wanted: {wanted}"
 
     def warnings(self) -> list[str]:
         """Why its figures may say less than they seem to."""
@@ -330,11 +327,7 @@ def _fitting(requests: Sequence[TraceRequest], max_tokens: int) -> list[TraceReq
     Raises:
         ConfigError: none of them.
     """
-    found = [
-        request
-        for request in requests
-        if request.num_input_tokens + request.num_output_tokens <= max_tokens
-    ]
+    found = [request for request in requests if request.num_input_tokens + request.num_output_tokens <= max_tokens]
     if not found:
         raise ConfigError(f"TRACE: a worker holds {max_tokens} tokens, and each request has more")
     return found
@@ -386,7 +379,9 @@ def _print_plan(console: Console, job: _Job, found: Plan) -> None:
     console.print(table)
     if job.num_left_out:
         num_given = len(job.requests) + job.num_left_out
-        console.print(f"Left out, as a worker takes no longer ones: {job.num_left_out} of {num_given} requests.", soft_wrap=True)
+        console.print(
+            f"Left out, as a worker takes no longer ones: {job.num_left_out} of {num_given} requests.", soft_wrap=True
+        )
     for warning in job.warnings():
         console.print(f"Note: {warning}", soft_wrap=True)
     console.print(found.verdict(), soft_wrap=True)

@@ -220,9 +220,7 @@ class PlannedFleet:
         counts = {Role.PREFILL: shape.num_prefill, Role.DECODE: shape.num_decode}
         pools = [one for role, found in self.pool_assignments.items() if counts[role] for one in found]
         changes = [part for one in (*self.assignments, *pools) for part in ("--set", one)]
-        replicas = [
-            part for role, name in self.groups.items() for part in ("--replicas", f"{name}={counts[role]}")
-        ]
+        replicas = [part for role, name in self.groups.items() for part in ("--replicas", f"{name}={counts[role]}")]
         return shlex.join([*changes, *replicas])
 
 
@@ -270,8 +268,7 @@ def plan_fleet(
         speeds_from=_origin(name, speeds, measured),
         topology="" if topology is None else name,
         assignments=assignments,
-        groups={role: groups[role].name for role in _ROLES if role in groups}
-        or {role: role.value for role in _ROLES},
+        groups={role: groups[role].name for role in _ROLES if role in groups} or {role: role.value for role in _ROLES},
         pool_assignments={
             role: _pool_assignments(group, num_blocks) for role, group in groups.items() if num_blocks is not None
         },

@@ -10,7 +10,7 @@ import pytest
 
 from cli.traces.format import BLOCK_SIZE, TraceRequest, write_trace
 from cli.traces.generate import Arrivals, SessionConfig, TraceConfig, generate
-from quartet.api.convert import to_worker_status
+from quartet.api.convert.fleet import to_worker_status
 from quartet.discovery.base import Role
 from tests.cli.conftest import RunCli
 from tests.cli.plan.fleets import status
@@ -177,8 +177,8 @@ async def test_steps_that_are_long_for_the_policys_margin_are_warned_of(
     result = await run_cli("plan", str(path), *f"--ttft-p95 1e6 --max-workers 1 {timing} {options}".split())
     assert result.exit_code == 0, result.output
     warning = (
-        "Note: A step with a prompt of 100 tokens takes 1000 ms, for which policy.margin_s, 5 ms, is short. Live, prompts "
-        "may come too late for the next step and have a longer TTFT: try --set router.overrides.policy.margin_s=0.1."
+        "Note: A step with a prompt of 100 tokens takes 1000 ms, for which policy.margin_s, 5 ms, is short. Live, "
+        "prompts may come too late for the next step and have a longer TTFT: try --set router.overrides.policy.margin_s=0.1."
     )
     assert (warning in result.stdout.splitlines()) is warns
 

@@ -24,6 +24,7 @@ from services.topology.topology import Topology, plan_workers, read_settings
 from services.workers.config import WorkerConfig
 from tests.cli.plan.fleets import MEASURED, status
 
+
 def plan(
     topology: str | Path | None = "mock_fleet",
     *assignments: str,
@@ -107,9 +108,7 @@ def test_stated_blocks_are_those_of_the_workers_that_the_command_starts(
     fleet = plan(topology, *assignments, speeds=speeds, num_blocks=2000)
     words = shlex.split(fleet.how_to_start(Shape(1, 1)).command)
     assert words[:3] == ["quartet", "up", topology]
-    given = {
-        option: [value for name, value in pairwise(words) if name == option] for option in ("--set", "--replicas")
-    }
+    given = {option: [value for name, value in pairwise(words) if name == option] for option in ("--set", "--replicas")}
     choices = GroupChoices(replicas=given["--replicas"])
     started = build(Topology, read_settings(topologies()[topology], given["--set"], {}, choices))
     engines = [build(WorkerConfig, each.settings).engine for each in plan_workers(started, num_cores=1)]
