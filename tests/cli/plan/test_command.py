@@ -178,7 +178,8 @@ async def test_steps_that_are_long_for_the_policys_margin_are_warned_of(
     assert result.exit_code == 0, result.output
     warning = (
         "Note: A step with a prompt of 100 tokens takes 1000 ms, for which policy.margin_s, 5 ms, is short. Live, "
-        "prompts may come too late for the next step and have a longer TTFT: try --set router.overrides.policy.margin_s=0.1."
+        "prompts may come too late for the next step and have a longer TTFT: "
+        "try --set router.overrides.policy.margin_s=0.1."
     )
     assert (warning in result.stdout.splitlines()) is warns
 
