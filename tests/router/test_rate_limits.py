@@ -271,7 +271,7 @@ def test_prompts_of_one_call_pay_together_or_not_at_all() -> None:
 
 async def test_of_many_texts_that_come_at_once_those_are_refused_for_which_no_token_is_left() -> None:
     fleet = Fleet("prefill-0", "decode-0", tenants={"acme": HUNDRED})
-    start = make_domain_start(tenant="acme", prompt=TextPrompt("hello " * 200))
+    start = make_domain_start(tenant="acme", prompt=TextPrompt("hello " * 400))  # a thread tokenizes it
     runs = [fleet.generate(start) for _ in range(20)]  # all are let in before one is tokenized
     ends = await asyncio.gather(*map(collect, runs), return_exceptions=True)
     refusals = [end for end in ends if isinstance(end, RateLimitedError)]
