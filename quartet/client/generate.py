@@ -115,8 +115,9 @@ class GenerateRequest:
                 num_finished += isinstance(part, ChoiceFinished)
                 yield part
         except grpc.aio.AioRpcError as error:
-            # If a cancel loses the race with the end, gRPC replaces the router's status with its own.
-            if error.details() != MADE_UP_DETAILS or num_finished < num_choices:
+            # The answer is whole once each choice has ended, whatever the status: the router may be lost before giving
+            # one, and if a cancel loses the race with the end, gRPC replaces the router's status with its own.
+            if num_finished < num_choices:
                 raise router.error(error, is_begun=call.is_begun) from error
         except (asyncio.CancelledError, grpc.aio.UsageError):
             # Closing a call's channel cancels the call, as if the reader had been cancelled, or refuses to open it.

@@ -280,6 +280,8 @@ class Resumption:
             raise error
         self._routers.avoid(router)
         choices = self._answer.open_choices
+        if not choices:  # it was lost between the last choice's end and its own
+            return
         self._answer.lose(router, choices)
         parts = self._merged(leg, choices, error) if len(choices) > 1 else self._parts_of(leg, choices[0], error)
         async with aclosing(parts):

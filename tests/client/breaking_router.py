@@ -138,7 +138,8 @@ class Script:
 
     Attributes:
         answer: what they answer.
-        breaks: for each call or session that comes, after how many messages it breaks off; then none does.
+        breaks: for each call or session that comes, after how many messages it breaks off; then none does. It may be
+            after all of them, before the status.
         starts, resumes: what came; of resumes ``None``: a new request.
         holds_after: messages after which an answer waits for ever, unless it is cancelled; ``None``: none does.
         holding: set while one waits.
@@ -183,6 +184,8 @@ class BreakingRouter(router_pb2_grpc.RouterServiceServicer):
                 self.script.holding.set()
                 await asyncio.Event().wait()
             yield message
+        if limit == number + 1:
+            await context.abort(_CODE, "the process was killed")
 
     async def Session(self, requests: Any, context: Any) -> AsyncIterator[router_pb2.SessionResponse]:
         limit, number = self._next_limit(), 0
@@ -204,6 +207,8 @@ class BreakingRouter(router_pb2_grpc.RouterServiceServicer):
                     await asyncio.Event().wait()
                 number += 1
                 yield in_slot(start.slot, message)
+            if number == limit:
+                await context.abort(_CODE, "the process was killed")
 
     def _next_limit(self) -> int | None:
         return self.script.breaks.pop(0) if self.script.breaks else None

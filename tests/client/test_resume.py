@@ -165,6 +165,27 @@ async def test_wherever_the_router_is_lost_the_answer_is_whole(path: RequestPath
     assert finished.time.first_token_s is not None, "though the second router did not see it"
 
 
+@by_router
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_a_router_that_is_lost_after_the_last_choices_end_breaks_nothing(
+    path: RequestPath, num_choices: int
+) -> None:
+    answer = KnownAnswer([with_offsets(WORDS, choice) for choice in range(num_choices)])
+    script = Script(answer, breaks=[1 + num_choices * (len(WORDS) + 1)])
+    seen, lost = await ask(script, path, num_choices=num_choices)
+    check_whole(seen, answer)
+    assert (len(script.starts), lost) == (1, ())
+
+
+@by_router
+async def test_a_router_that_goes_on_and_is_lost_after_the_end_breaks_nothing(path: RequestPath) -> None:
+    answer = KnownAnswer([WORDS])
+    script = Script(answer, breaks=[3, NUM_MESSAGES - 2])
+    seen, lost = await ask(script, path)
+    check_whole(seen, answer)
+    assert (len(script.starts), len(lost)) == (2, 1)
+
+
 @st.composite
 def deltas(draw: st.DrawFn) -> list[router_pb2.Delta]:
     """Parts of one choice, none of them empty."""
