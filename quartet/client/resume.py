@@ -120,6 +120,10 @@ class AnswerSoFar:
         """Choices that have not ended."""
         return [number for number, choice in enumerate(self._choices) if not choice.has_ended]
 
+    def has_ended(self, choice: int) -> bool:
+        """Whether the caller has the end of a choice."""
+        return self._choices[choice].has_ended
+
     def time_left_s(self) -> float | None:
         """Of the request's time; ``None``: it has no limit. Raises ``RequestTimeoutError``."""
         if self._timeout_s is None:
@@ -316,7 +320,7 @@ class Resumption:
                 async with aclosing(self._parts_at(leg(router, resume), router, resume, end)) as parts:
                     async for part in parts:
                         yield part
-                if end.error is None:
+                if end.error is None or answer.has_ended(choice):
                     return
                 if end.is_begun:
                     answer.lose(router, [choice])

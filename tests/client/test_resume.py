@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quartet.api.request import Resume, TimeBreakdown, Usage
 from quartet.client import (
     Accepted,
     AnswerPart,
@@ -25,7 +26,9 @@ from quartet.client import (
     QuartetClient,
     RequestPath,
 )
-from quartet.client.routers import MADE_UP_DETAILS, ClientClosedError, Router, RouterLostError
+from quartet.client.request import make_start
+from quartet.client.resume import AnswerSoFar, Leg, Resumption
+from quartet.client.routers import MADE_UP_DETAILS, ClientClosedError, Router, RouterLostError, Routers
 from quartet.client.sync import SyncClient
 from quartet.errors import (
     ConfigError,
@@ -40,6 +43,7 @@ from quartet.errors import (
 from quartet.text.parsed import ParsedBuilder, ToolCallDelta
 from quartet.v1 import router_pb2
 from tests.client.breaking_router import (
+    REQUEST_ID,
     SEED,
     WORDS,
     BreakingRouter,
@@ -184,6 +188,54 @@ async def test_a_router_that_goes_on_and_is_lost_after_the_end_breaks_nothing(pa
     seen, lost = await ask(script, path)
     check_whole(seen, answer)
     assert (len(script.starts), len(lost)) == (2, 1)
+
+
+def ended_answer() -> AnswerSoFar:
+    """One choice that a router placed, and whose caller has its end."""
+    so_far = AnswerSoFar(make_start("Hi"))
+    so_far.take(Accepted(request_id=REQUEST_ID, choices=(), num_prompt_tokens=4, seed=SEED))
+    so_far.take(end_of_choice())
+    return so_far
+
+
+def end_of_choice() -> ChoiceFinished:
+    usage = Usage(num_prompt_tokens=4, num_cached_tokens=0, num_output_tokens=0, num_attempts=1)
+    return ChoiceFinished(choice=0, reason=FinishReason.STOP_ID, usage=usage, time=TimeBreakdown(total_s=0.5))
+
+
+async def resumed(so_far: AnswerSoFar, leg: Leg, address: str) -> list[AnswerPart]:
+    """What a caller gets after its router is lost and its connection with it."""
+    routers = Routers([address], None)
+    try:
+        [router] = routers.in_order()
+        resumption = Resumption(routers, so_far, timeout_s=WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            return [part async for part in resumption.parts(leg, router, RouterLostError("it is gone"))]
+    finally:
+        await routers.close()
+
+
+async def test_a_whole_answer_is_never_resumed() -> None:
+    async def leg(_router: Router, _resume: Resume) -> AsyncGenerator[AnswerPart, None]:
+        raise AssertionError("nothing is left to resume")
+        yield
+
+    assert await resumed(ended_answer(), leg, "127.0.0.1:1") == []
+
+
+async def test_a_choice_whose_end_came_before_its_second_router_was_lost_has_ended() -> None:
+    so_far, num_legs = AnswerSoFar(make_start("Hi")), 0
+    so_far.take(Accepted(request_id=REQUEST_ID, choices=(), num_prompt_tokens=4, seed=SEED))
+
+    async def leg(_router: Router, _resume: Resume) -> AsyncGenerator[AnswerPart, None]:
+        nonlocal num_legs
+        num_legs += 1
+        yield end_of_choice()
+        raise RouterLostError("forgotten, as discovery lists it no more")
+
+    async with serving(BreakingRouter(Script(KnownAnswer([WORDS])))) as served:
+        parts = await resumed(so_far, leg, served.addresses[0])
+    assert ([type(part) for part in parts], num_legs) == ([ChoiceFinished], 1)
 
 
 @st.composite
