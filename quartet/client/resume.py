@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from quartet.api.convert.request import to_generate_start
 from quartet.api.request import (
@@ -23,7 +23,7 @@ from quartet.api.request import (
     Usage,
 )
 from quartet.api.shown import ShownChoice
-from quartet.client.routers import ClientClosedError, Router, RouterLostError, Routers
+from quartet.client.routers import Candidates, ClientClosedError, Router, RouterLostError, Routers
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import PromptLogprobs
 from quartet.errors import (
@@ -269,10 +269,14 @@ class Resumption:
         self._answer = answer
         self._timeout_s = timeout_s
         self._cancelled = asyncio.Event()
+        self._waits: set[asyncio.Timeout] = set()
 
     def cancel(self) -> None:
         """Choices that no router has end here."""
         self._cancelled.set()
+        for wait in self._waits:
+            if not wait.expired():
+                wait.reschedule(asyncio.get_running_loop().time())
 
     async def parts(self, leg: Leg, router: Router, error: ServingError) -> AsyncGenerator[AnswerPart, None]:
         """The rest, by ``leg``, of the answer that ``router`` began and broke with ``error``.
@@ -312,36 +316,72 @@ class Resumption:
                 await source.aclose()
 
     async def _parts_of(self, leg: Leg, choice: int, error: ServingError) -> AsyncGenerator[AnswerPart, None]:
-        answer, tries = self._answer, _Tries(self._timeout_s)
+        answer, tries, candidates = self._answer, _Tries(self._timeout_s), self._routers.candidates()
         tries.lost(error, answer.num_tokens(choice))
         while not self._cancelled.is_set():
-            async for router in self._routers.candidates():
-                end, resume = _LegEnd(), answer.resume(choice)
-                async with aclosing(self._parts_at(leg(router, resume), router, resume, end)) as parts:
-                    async for part in parts:
-                        yield part
-                if end.error is None or answer.has_ended(choice):
-                    return
-                if end.is_begun:
-                    answer.lose(router, [choice])
-                if end.is_loss(router):
-                    self._routers.avoid(router)
-                    tries.lost(end.error, answer.num_tokens(choice))
-                if end.is_begun:
-                    break
-                error = end.error
-            else:
-                await self._pause(tries.pause_s(error))
+            if (router := await self._reach(candidates, tries)) is None:
+                await self._pause(tries)
+                candidates = self._routers.candidates()
+                continue
+            end, resume = _LegEnd(is_reached=router.is_connected), answer.resume(choice)
+            async with aclosing(self._parts_at(leg(router, resume), resume, end)) as parts:
+                async for part in parts:
+                    yield part
+            if end.error is None or answer.has_ended(choice):
+                return
+            tries.failed(end.error)
+            if end.is_begun:
+                answer.lose(router, [choice])
+                candidates = self._routers.candidates()
+            if end.is_loss(router):
+                self._routers.avoid(router)
+                tries.lost(end.error, answer.num_tokens(choice))
         yield answer.cancelled(choice)
 
+    async def _reach(self, candidates: Candidates, tries: _Tries) -> Router | None:
+        """The next router that can be asked; ``None``: each was, or the choice is cancelled.
+
+        Raises ``ServingError``: the choice's time is up, or the request's, or the client was closed.
+        """
+        router: Router | None = None
+        try:
+            async with self._in_time(tries):
+                async for router in candidates:
+                    try:
+                        await router.connect()
+                    except ClientClosedError:
+                        raise
+                    except RouterUnavailableError as error:
+                        tries.failed(error)
+                    else:
+                        return router
+        except TimeoutError:
+            if not self._cancelled.is_set():
+                self._answer.time_left_s()
+                if router is not None:
+                    tries.failed(RouterUnavailableError(f"no router answers at {router.address} in time"))
+                tries.give_up()
+        return None
+
+    @asynccontextmanager
+    async def _in_time(self, tries: _Tries) -> AsyncIterator[None]:
+        """End what waits within once time is up, or at a cancel. Raises ``TimeoutError``; ``RequestTimeoutError``."""
+        left_s, request_left_s = tries.left_s, self._answer.time_left_s()
+        if request_left_s is not None:
+            left_s = min(left_s, request_left_s)
+        async with asyncio.timeout(left_s) as wait:
+            self._waits.add(wait)
+            try:
+                yield
+            finally:
+                self._waits.discard(wait)
+
     async def _parts_at(
-        self, parts: AsyncGenerator[AnswerPart, None], router: Router, resume: Resume, end: _LegEnd
+        self, parts: AsyncGenerator[AnswerPart, None], resume: Resume, end: _LegEnd
     ) -> AsyncGenerator[AnswerPart, None]:
-        """What ``router`` goes on with, of its ``parts``; ``end`` has its error, unless no other could do better."""
+        """What a router goes on with, of its ``parts``; ``end`` has its error, unless no other could do better."""
         try:
             async with aclosing(parts):
-                await router.connect()
-                end.is_reached = router.is_connected
                 async for part in parts:
                     end.is_begun = True
                     if (shown := self._answer.take_resumed(part, resume)) is not None:
@@ -353,8 +393,10 @@ class Resumption:
                 raise
             end.error = error
 
-    async def _pause(self, seconds: float) -> None:
-        left_s = self._answer.time_left_s()
+    async def _pause(self, tries: _Tries) -> None:
+        if self._cancelled.is_set():
+            return
+        seconds, left_s = tries.pause_s(), self._answer.time_left_s()
         if left_s is not None:
             seconds = min(seconds, left_s)
         with suppress(TimeoutError):
@@ -367,13 +409,13 @@ class _LegEnd:
     """How one router ended its part of a choice.
 
     Attributes:
-        error: ``None``: with the end of the choice.
         is_reached: there was a connection to it.
+        error: ``None``: with the end of the choice.
         is_begun: it had given something.
     """
 
+    is_reached: bool
     error: ServingError | None = None
-    is_reached: bool = False
     is_begun: bool = False
 
     def is_loss(self, router: Router) -> bool:
@@ -391,6 +433,7 @@ class _Tries:
         self._num_lost = self._num_pauses = self._num_tokens = 0
         self._give_up_at = 0.0
         self._loss: ServingError | None = None
+        self._error: ServingError | None = None
 
     def lost(self, error: ServingError, num_tokens: int) -> None:
         """One more router is lost, or drains; the choice has so many tokens. The time to find another begins.
@@ -402,17 +445,33 @@ class _Tries:
         self._num_lost += is_failure
         if self._num_lost >= MAX_LOST_ROUTERS:
             raise error
-        self._loss, self._num_tokens, self._num_pauses = error, num_tokens, 0
+        self._loss = self._error = error
+        self._num_tokens, self._num_pauses = num_tokens, 0
         self._give_up_at = time.monotonic() + self._timeout_s
 
-    def pause_s(self, error: ServingError) -> float:
-        """Seconds until the next round; the last one ended with ``error``. Raises it if time is up."""
+    def failed(self, error: ServingError) -> None:
+        """A router could not be reached, or refused with ``error``."""
+        self._error = error
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it is given up; below 0: it should be."""
+        return self._give_up_at - time.monotonic()
+
+    def pause_s(self) -> float:
+        """Seconds until the next round. Raises what the last one ended with if time is up."""
         pause_s = min(_FIRST_PAUSE_S * 2.0**self._num_pauses, _MAX_PAUSE_S)
-        if error.retry_delay_s is not None:
-            pause_s = max(error.retry_delay_s, pause_s)
+        if self._error is not None and self._error.retry_delay_s is not None:
+            pause_s = max(self._error.retry_delay_s, pause_s)
         self._num_pauses += 1
-        if time.monotonic() + pause_s <= self._give_up_at:
-            return pause_s
-        if self._loss is not None and isinstance(error, RouterUnavailableError):
-            raise RouterUnavailableError(f"{self._loss.message}; since then {error.message}") from error
-        raise error
+        if pause_s > self.left_s:
+            self.give_up()
+        return pause_s
+
+    def give_up(self) -> NoReturn:
+        """Raise why no router goes on."""
+        assert self._loss is not None and self._error is not None, "something was lost"
+        if self._error is not self._loss and isinstance(self._error, RouterUnavailableError):
+            message = f"{self._loss.message}; since then {self._error.message}"
+            raise RouterUnavailableError(message) from self._error
+        raise self._error
