@@ -11,6 +11,7 @@ from typing import NoReturn, TypeAlias
 
 from quartet.api.convert.request import to_generate_start
 from quartet.api.request import (
+    MAX_ATTEMPT,
     Accepted,
     AnswerPart,
     ChoiceFinished,
@@ -42,6 +43,9 @@ from quartet.v1 import router_pb2
 #: Seconds for which an answer waits for a router that goes on with it. One restarts within a few.
 RESUME_TIMEOUT_S = 10.0
 
+#: The longest that one may be told to wait: hours later nobody reads it.
+MAX_RESUME_TIMEOUT_S = 3600.0
+
 #: Routers that one choice may lose, the first included; then it fails. It may be why they are gone.
 MAX_LOST_ROUTERS = 3
 
@@ -60,6 +64,7 @@ _PASSING = (
 
 # Nobody knows how many attempts a lost router has made, or a router over several pools behind it.
 _ATTEMPTS_OF_A_ROUTER = 1_000_000
+_MAX_ASKED = MAX_ATTEMPT // _ATTEMPTS_OF_A_ROUTER
 
 # Between two rounds through all routers.
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
@@ -74,7 +79,7 @@ class _Choice(ShownChoice):
 
     Attributes:
         first_token_s: from the start to its first token; ``None``: none came.
-        num_resumed: times that a router was asked to go on with it.
+        num_resumed: times that a router was asked to go on with it. One that was never reached was not asked.
         num_broken: routers that had begun with it and were lost.
     """
 
@@ -158,12 +163,19 @@ class AnswerSoFar:
         return True
 
     def resume(self, choice: int) -> Resume:
-        """How a router goes on with ``choice``; each time it is another attempt."""
+        """How a router goes on with ``choice``: another attempt than those that were ``asked``."""
         assert self._accepted is not None, "a router has named it"
         shown = self._choices[choice]
-        shown.num_resumed += 1
-        attempt = _ATTEMPTS_OF_A_ROUTER * shown.num_resumed
+        attempt = _ATTEMPTS_OF_A_ROUTER * (shown.num_resumed + 1)
         return shown.resume(choice, attempt, self._accepted, self._accepted.request_id)
+
+    def can_resume(self, choice: int) -> bool:
+        """Whether there is a number left for another attempt."""
+        return self._choices[choice].num_resumed < _MAX_ASKED
+
+    def asked(self, choice: int) -> None:
+        """A router may have got what ``resume`` gave."""
+        self._choices[choice].num_resumed += 1
 
     def take_resumed(self, part: AnswerPart, resume: Resume) -> AnswerPart | None:
         """Take a part of a choice's ``resume``; returns what the caller gets of it. Raises ``ProtocolError``."""
@@ -323,10 +335,14 @@ class Resumption:
                 await self._pause(tries)
                 candidates = self._routers.candidates()
                 continue
+            if not answer.can_resume(choice):
+                tries.give_up()
             end, resume = _LegEnd(is_reached=router.is_connected), answer.resume(choice)
             async with aclosing(self._parts_at(leg(router, resume), resume, end)) as parts:
                 async for part in parts:
                     yield part
+            if end.may_have_asked(router):
+                answer.asked(choice)
             if end.error is None or answer.has_ended(choice):
                 return
             tries.failed(end.error)
@@ -417,6 +433,10 @@ class _LegEnd:
     is_reached: bool
     error: ServingError | None = None
     is_begun: bool = False
+
+    def may_have_asked(self, router: Router) -> bool:
+        """Whether the choice may have got to ``router``."""
+        return self.is_reached or self.is_begun or router.is_connected or not isinstance(self.error, RouterLostError)
 
     def is_loss(self, router: Router) -> bool:
         """Whether the choice may be why ``router`` is gone."""

@@ -343,9 +343,9 @@ async def test_who_wants_it_gets_the_error_at_once(path: RequestPath) -> None:
     assert len(script.starts) == 1
 
 
-@pytest.mark.parametrize("timeout_s", [-1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("timeout_s", [-1.0, 3600.5, float("inf"), float("nan")])
 def test_an_impossible_time_is_refused(timeout_s: float) -> None:
-    with pytest.raises(ConfigError, match="resume_timeout_s"):
+    with pytest.raises(ConfigError, match="resume_timeout_s is from 0 to 3600"):
         SyncClient("127.0.0.1:1", resume_timeout_s=timeout_s)
 
 
@@ -413,6 +413,39 @@ async def test_the_same_router_goes_on_once_it_is_back(path: RequestPath) -> Non
         check_whole(await asking.ended(), script.answer)
         assert asking.stream.router == served.addresses[0]
         assert asking.stream.lost_routers == (served.addresses[0],)
+
+
+@by_router
+async def test_only_routers_that_were_reached_use_up_numbers_of_attempts(
+    path: RequestPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, connect, dialled = holding(), Router.connect, asyncio.Semaphore(0)
+
+    async def count(router: Router) -> None:
+        dialled.release()
+        await connect(router)
+
+    async with scene(BreakingRouter(script)) as (served, client):
+        asking = Asking(script, served, client, path)
+        await asking.waits()
+        monkeypatch.setattr(Router, "connect", count)
+        await asking.kill_router()
+        for _ in range(6):
+            await dialled.acquire()
+        await served.add(BreakingRouter(script), served.addresses[0])
+        check_whole(await asking.ended(), script.answer)
+    [_first, resume] = script.resumes
+    # The client may have taken the killed router for connected once.
+    assert resume is not None and resume.attempt <= 2_000_000
+
+
+async def test_an_answer_fails_once_no_number_is_left_for_another_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quartet.client.resume._MAX_ASKED", 3)
+    script = Script(KnownAnswer([WORDS]), breaks=[3], refusals=[QueueFullError("full", retry_delay_s=0.01)] * 9)
+    async with scene(BreakingRouter(script), BreakingRouter(script)) as (_served, client):
+        with pytest.raises(QueueFullError):
+            await client.complete("Hi")
+    assert [resume.attempt for resume in script.resumes if resume is not None] == [1_000_000, 2_000_000, 3_000_000]
 
 
 @by_router
