@@ -33,6 +33,7 @@ from quartet.client.sync import SyncClient
 from quartet.errors import (
     ConfigError,
     DrainingError,
+    MessageTooLargeError,
     ProtocolError,
     QueueFullError,
     RequestTimeoutError,
@@ -446,6 +447,21 @@ async def test_an_answer_fails_once_no_number_is_left_for_another_attempt(monkey
         with pytest.raises(QueueFullError):
             await client.complete("Hi")
     assert [resume.attempt for resume in script.resumes if resume is not None] == [1_000_000, 2_000_000, 3_000_000]
+
+
+@by_router
+async def test_an_answer_that_makes_its_request_too_long_breaks_no_stream(
+    path: RequestPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(KnownAnswer([WORDS]), breaks=[3])
+    async with scene(BreakingRouter(script), BreakingRouter(script)) as (_served, client):
+        # So that two tokens are too many.
+        stream = client.generate("Hi", path=path)
+        monkeypatch.setattr("quartet.client.request.MAX_API_MESSAGE_BYTES", 100)
+        with pytest.raises(MessageTooLargeError, match="its answer so far makes the request longer"):
+            async for _ in stream:
+                pass
+    assert len(script.starts) == 1
 
 
 @by_router
