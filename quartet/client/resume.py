@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -328,7 +329,7 @@ class Resumption:
                 await source.aclose()
 
     async def _parts_of(self, leg: Leg, choice: int, error: ServingError) -> AsyncGenerator[AnswerPart, None]:
-        answer, tries, candidates = self._answer, _Tries(self._timeout_s), self._routers.candidates()
+        answer, tries, candidates = self._answer, Tries(self._timeout_s), self._routers.candidates()
         tries.lost(error, answer.num_tokens(choice))
         while not self._cancelled.is_set():
             if (router := await self._reach(candidates, tries)) is None:
@@ -354,7 +355,7 @@ class Resumption:
                 tries.lost(end.error, answer.num_tokens(choice))
         yield answer.cancelled(choice)
 
-    async def _reach(self, candidates: Candidates, tries: _Tries) -> Router | None:
+    async def _reach(self, candidates: Candidates, tries: Tries) -> Router | None:
         """The next router that can be asked; ``None``: each was, or the choice is cancelled.
 
         Raises ``ServingError``: the choice's time is up, or the request's, or the client was closed.
@@ -380,7 +381,7 @@ class Resumption:
         return None
 
     @asynccontextmanager
-    async def _in_time(self, tries: _Tries) -> AsyncIterator[None]:
+    async def _in_time(self, tries: Tries) -> AsyncIterator[None]:
         """End what waits within once time is up, or at a cancel. Raises ``TimeoutError``; ``RequestTimeoutError``."""
         left_s, request_left_s = tries.left_s, self._answer.time_left_s()
         if request_left_s is not None:
@@ -409,7 +410,7 @@ class Resumption:
                 raise
             end.error = error
 
-    async def _pause(self, tries: _Tries) -> None:
+    async def _pause(self, tries: Tries) -> None:
         if self._cancelled.is_set():
             return
         seconds, left_s = tries.pause_s(), self._answer.time_left_s()
@@ -445,10 +446,11 @@ class _LegEnd:
         return self.is_begun or is_gone
 
 
-class _Tries:
+class Tries:
     """What one choice has tried since it was lost."""
 
     def __init__(self, timeout_s: float) -> None:
+        """It is given up ``timeout_s`` seconds after the last loss."""
         self._timeout_s = timeout_s
         self._num_lost = self._num_pauses = self._num_tokens = 0
         self._give_up_at = 0.0
@@ -480,9 +482,10 @@ class _Tries:
 
     def pause_s(self) -> float:
         """Seconds until the next round. Raises what the last one ended with if time is up."""
-        pause_s = min(_FIRST_PAUSE_S * 2.0**self._num_pauses, _MAX_PAUSE_S)
+        # All that one router ran are lost, or refused, at the same time: let them not ask at the same time.
+        pause_s = min(_FIRST_PAUSE_S * 2.0**self._num_pauses, _MAX_PAUSE_S) * random.uniform(0.5, 1.0)
         if self._error is not None and self._error.retry_delay_s is not None:
-            pause_s = max(self._error.retry_delay_s, pause_s)
+            pause_s += self._error.retry_delay_s
         self._num_pauses += 1
         if pause_s > self.left_s:
             self.give_up()

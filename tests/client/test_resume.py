@@ -27,7 +27,7 @@ from quartet.client import (
     RequestPath,
 )
 from quartet.client.request import make_start
-from quartet.client.resume import AnswerSoFar, Leg, Resumption
+from quartet.client.resume import AnswerSoFar, Leg, Resumption, Tries
 from quartet.client.routers import MADE_UP_DETAILS, ClientClosedError, Router, RouterLostError, Routers
 from quartet.client.sync import SyncClient
 from quartet.errors import (
@@ -656,6 +656,19 @@ async def test_a_full_router_is_asked_again_when_it_says(path: RequestPath) -> N
         completion = await client.complete("Hi", path=path)
     assert completion.choices[0].token_ids == tuple(range(100, 106))
     assert len(script.starts) == 4
+
+
+@pytest.mark.parametrize("retry_delay_s", [None, 2.0])
+def test_answers_that_are_lost_together_ask_at_different_times(retry_delay_s: float | None) -> None:
+    pauses = []
+    for _ in range(64):
+        tries = Tries(WAIT_S)
+        tries.lost(RouterLostError("it is gone"), 3)
+        tries.failed(QueueFullError("full", retry_delay_s=retry_delay_s))
+        pauses.append(tries.pause_s())
+    assert len(set(pauses)) > 32
+    assert min(pauses) >= (retry_delay_s or 0.025)
+    assert max(pauses) <= (retry_delay_s or 0.0) + 0.05
 
 
 @by_router
