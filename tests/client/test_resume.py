@@ -38,7 +38,6 @@ from quartet.errors import (
     QueueFullError,
     RequestTimeoutError,
     RouterUnavailableError,
-    ServingError,
     WorkersLostError,
 )
 from quartet.text.parsed import ParsedBuilder, ToolCallDelta
@@ -455,8 +454,8 @@ async def test_an_answer_that_makes_its_request_too_long_breaks_no_stream(
 ) -> None:
     script = Script(KnownAnswer([WORDS]), breaks=[3])
     async with scene(BreakingRouter(script), BreakingRouter(script)) as (_served, client):
-        # So that two tokens are too many.
         stream = client.generate("Hi", path=path)
+        # So that whatever is resumed is too long.
         monkeypatch.setattr("quartet.client.request.MAX_API_MESSAGE_BYTES", 100)
         with pytest.raises(MessageTooLargeError, match="its answer so far makes the request longer"):
             async for _ in stream:
@@ -621,20 +620,16 @@ async def test_an_error_that_the_router_gives_is_the_answers(start_router: Start
 
 
 @by_router
-async def test_an_answer_that_a_drain_cuts_goes_on_elsewhere(start_router: StartRouter, path: RequestPath) -> None:
-    router, script = words_router(DrainingError("cut by the drain")), Script(KnownAnswer([WORDS]))
-    address = await start_router(router)
-    async with (
-        asyncio.timeout(WAIT_S),
-        serving(BreakingRouter(script)) as served,
-        QuartetClient([address, *served.addresses]) as client,
-    ):
-        with pytest.raises(ServingError):  # the second one knows another answer
-            await client.complete("Hi", path=path)
-    [resume] = script.resumes
-    assert resume is not None
-    assert (list(resume.generated_token_ids.ids), resume.num_text_bytes) == ([100, 101, 102], len("one two three"))
-    assert resume.seed == 7, "the seed that the first router drew"
+@pytest.mark.parametrize("num_messages", range(1, NUM_MESSAGES))
+async def test_an_answer_that_a_drain_cuts_goes_on_elsewhere(path: RequestPath, num_messages: int) -> None:
+    answer = KnownAnswer([WORDS])
+    script = Script(answer, breaks=[num_messages], last_words=DrainingError("cut by the drain"))
+    seen, lost = await ask(script, path)
+    check_whole(seen, answer)
+    [first, resume] = script.resumes
+    assert (first, len(lost)) == (None, 1)
+    assert resume is not None and resume.seed == SEED, "the seed that the first router drew"
+    assert len(resume.generated_token_ids.ids) == num_messages - 1
 
 
 @by_router
