@@ -532,51 +532,40 @@ async def test_a_request_whose_time_is_up_waits_for_no_router(path: RequestPath)
             await asking.ended()
 
 
-@asynccontextmanager
-async def silent_router(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """The address of one that takes connections and says nothing on them, and an event that is set once one came.
-
-    A client waits for such a router longer than the test does.
-    """
-    monkeypatch.setattr("quartet.client.routers.CONNECT_TIMEOUT_S", 100 * WAIT_S)
-    came, writers = asyncio.Event(), []
-
-    def take(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
-        came.set()
-
-    server = await asyncio.start_server(take, "127.0.0.1", 0)
-    try:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", came
-    finally:
-        server.close()
-        for writer in writers:
-            writer.close()
+#: Nobody listens there, and whoever dials it waits for ever.
+SILENT = "127.0.0.1:1"
 
 
 @asynccontextmanager
 async def asking_beside_a_silent_router(
     path: RequestPath, monkeypatch: pytest.MonkeyPatch, *, resume_timeout_s: float = 10 * WAIT_S, **ask: object
-) -> AsyncIterator[tuple[Asking, str, asyncio.Event]]:
-    """One whose router is killed, so that the client dials the silent one: its address, and when it is dialled."""
-    script = holding()
+) -> AsyncIterator[tuple[Asking, asyncio.Event]]:
+    """One whose router is killed, so that the client dials the silent one, and what is set once it does."""
+    script, connect, dialled = holding(), Router.connect, asyncio.Event()
+
+    async def dial(router: Router) -> None:
+        if router.address == SILENT:
+            dialled.set()
+            await asyncio.Event().wait()
+        await connect(router)
+
+    monkeypatch.setattr(Router, "connect", dial)
     async with (
         asyncio.timeout(2 * WAIT_S),
-        silent_router(monkeypatch) as (silent, came),
         serving(BreakingRouter(script)) as served,
-        QuartetClient([*served.addresses, silent], resume_timeout_s=resume_timeout_s) as client,
+        QuartetClient([*served.addresses, SILENT], resume_timeout_s=resume_timeout_s) as client,
     ):
         asking = Asking(script, served, client, path, **ask)
         await asking.kill_router()
-        yield asking, silent, came
+        yield asking, dialled
 
 
 @by_router
 async def test_no_router_is_dialled_for_longer_than_the_answer_waits(
     path: RequestPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with asking_beside_a_silent_router(path, monkeypatch, resume_timeout_s=0.5) as (asking, silent, _came):
-        with pytest.raises(RouterUnavailableError, match=f"lost the router at .*; since then no router .* {silent}"):
+    async with asking_beside_a_silent_router(path, monkeypatch, resume_timeout_s=0.5) as (asking, _dialled):
+        with pytest.raises(RouterUnavailableError, match=f"lost the router at .*; since then no router .* {SILENT}"):
             await asking.ended()
 
 
@@ -584,7 +573,7 @@ async def test_no_router_is_dialled_for_longer_than_the_answer_waits(
 async def test_no_router_is_dialled_for_longer_than_the_request_has(
     path: RequestPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with asking_beside_a_silent_router(path, monkeypatch, timeout_s=2.0) as (asking, _silent, _came):
+    async with asking_beside_a_silent_router(path, monkeypatch, timeout_s=2.0) as (asking, _dialled):
         with pytest.raises(RequestTimeoutError):
             await asking.ended()
 
@@ -593,8 +582,8 @@ async def test_no_router_is_dialled_for_longer_than_the_request_has(
 async def test_a_cancel_ends_the_answer_while_a_router_is_dialled(
     path: RequestPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with asking_beside_a_silent_router(path, monkeypatch) as (asking, _silent, came):
-        await came.wait()
+    async with asking_beside_a_silent_router(path, monkeypatch) as (asking, dialled):
+        await dialled.wait()
         await asking.stream.cancel()
         [finished] = (await asking.ended()).choices[0].finished
     assert finished.reason is FinishReason.CANCELLED
