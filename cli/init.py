@@ -9,6 +9,7 @@ import shlex
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -208,7 +209,18 @@ What to change in `{TOPOLOGY}`:
 
 
 def _gpu_advice(plan: Plan) -> str:
-    return ", and their `gpus`, such as `0,1` or `0-3`" if plan.device is Device.CUDA else ""
+    if plan.device is not Device.CUDA:
+        return ""
+    advice = ", and their `gpus`, such as `0,1` or `0-3`"
+    num_workers = sum(plan.counts.values())
+    if num_workers < 2:
+        return advice
+    shared = " ".join(f"--gpus {role.value}={','.join('0' * count)}" for role, count in plan.counts.items())
+    return f"""{advice}. As it is, each of the {num_workers} workers has a GPU of its own, and one whose
+  GPU is not there does not start. With one GPU, have all share it:
+  `quartet up {TOPOLOGY} {shared} --set share_gpus=true --set engine.free_gpu_memory_fraction=0.4`.
+  They start one after the other, and each takes that share of what those before it left. A fleet without Prefill
+  (`quartet init --prefill 0`) needs a GPU less"""
 
 
 def _memory_advice(plan: Plan) -> str:
@@ -218,13 +230,19 @@ def _memory_advice(plan: Plan) -> str:
 
 
 def _write(folder: Path, texts: dict[str, str]) -> None:
-    """Write all of ``texts`` or, where one of the files exists, none. Raises ``ConfigError``."""
+    """Write all of ``texts`` or, where one of the files exists or can't be written, none. Raises ``ConfigError``."""
     for name in texts:
         if os.path.lexists(folder / name):  # also a link to nowhere, which would be followed
             raise ConfigError(f"{folder / name} exists; nothing was written")
+    placed = list[Path]()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        with TemporaryDirectory(dir=folder, prefix=".init-") as beside:
+            for name, text in texts.items():
+                (Path(beside) / name).write_text(text, encoding="utf-8")
+            for name in texts:
+                placed.append((Path(beside) / name).rename(folder / name))
     except OSError as error:
+        for file in placed:
+            file.unlink(missing_ok=True)
         raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
 from cli.output import reporting_errors
 from cli.up_display import LaunchDisplay, print_names, print_plan
+from cli.up_file import TopologyFile
 from cli.up_ready import HostShare, ReadyFile
 from quartet.client import QuartetClient, WorkerState, WorkerStatus
 from quartet.config import build
@@ -35,6 +36,7 @@ from services.topology.launch import Environment, LaunchError, LocalTopology, ma
 from services.topology.supervisor import RestartConfig, Supervisor
 from services.topology.topology import (
     Choices,
+    Chosen,
     Topology,
     check_engines,
     check_gpus,
@@ -50,6 +52,9 @@ from services.workers.config import WorkerConfig
 
 _RUN_PARENT = Path(".run")
 _POLL_INTERVAL_S = 0.2
+
+# Keeps all processes running, given what waits until one serves; see ``_keep``.
+_Keep: TypeAlias = Callable[[Callable[[str], Awaitable[None]]], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +186,13 @@ def up(
         if topology is None:
             print_names(topologies())
             return
-        chosen = choose(read_settings(find_topology(topology), assignments or (), os.environ, choices), choices)
+        path = find_topology(topology)
+
+        def read() -> Chosen:
+            return choose(read_settings(path, assignments or (), os.environ, choices), choices)
+
+        file = TopologyFile(path, lambda: _with_checked_routers(read().topology))
+        chosen = read()
         _check_host(chosen.topology)
         num_cores = count_usable_cores()
         display = LaunchDisplay()
@@ -195,7 +206,7 @@ def up(
             return
         restarts = None if is_failing_fast else RestartConfig()
         environment = _environment(chosen.topology, num_cores, log_dir)
-        asyncio.run(_run(chosen.topology, environment, display, ReadyFile(ready_file, display), restarts))
+        asyncio.run(_run(chosen.topology, environment, display, ReadyFile(ready_file, display), restarts, file))
 
 
 def find_topology(text: str) -> Path:
@@ -257,10 +268,7 @@ def _notes_on_events(topology: Topology, num_cores: int) -> Iterator[str]:
 def _environment(topology: Topology, num_cores: int, log_dir: Path | None) -> Environment:
     """What processes get of this host. All settings of all processes are checked first. Raises ``ConfigError``."""
     check_engines(plan_workers(topology, num_cores=num_cores))  # what they warn of they log themselves
-    for plan in plan_routers(topology) if topology.global_router is None else plan_pool_routers(topology):
-        build(RouterConfig, plan.settings, "router.overrides")
-    if topology.global_router is not None:
-        build(GlobalRouterConfig, without_units(plan_router(topology).settings), "global_router")
+    _with_checked_routers(topology)
     endpoints = os.environ.get("ETCD_ENDPOINTS", "")
     return Environment(
         # Without this gRPC's core logs a line whenever a peer stops.
@@ -273,15 +281,34 @@ def _environment(topology: Topology, num_cores: int, log_dir: Path | None) -> En
     )
 
 
+def _with_checked_routers(topology: Topology) -> Topology:
+    """``topology``, whose routers' settings are possible. Raises ``ConfigError``."""
+    for plan in plan_routers(topology) if topology.global_router is None else plan_pool_routers(topology):
+        build(RouterConfig, plan.settings, "router.overrides")
+    if topology.global_router is not None:
+        build(GlobalRouterConfig, without_units(plan_router(topology).settings), "global_router")
+    return topology
+
+
 async def _run(
     topology: Topology,
     environment: Environment,
     display: LaunchDisplay,
     ready_file: ReadyFile,
     restarts: RestartConfig | None,
+    file: TopologyFile,
 ) -> None:
     local = LocalTopology(topology, environment, display)
-    running = asyncio.create_task(_serve(local, topology, display, ready_file, restarts))
+
+    async def keep(wait_serving: Callable[[str], Awaitable[None]]) -> None:
+        following = asyncio.create_task(file.follow(local, topology, display.progress))
+        try:
+            await _keep(local, wait_serving, ready_file, restarts)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    running = asyncio.create_task(_serve(local, topology, display, keep))
     stop = asyncio.Event()
 
     def end() -> None:
@@ -304,19 +331,13 @@ async def _run(
         display.progress("stopped")
 
 
-async def _serve(
-    local: LocalTopology,
-    topology: Topology,
-    display: LaunchDisplay,
-    ready_file: ReadyFile,
-    restarts: RestartConfig | None,
-) -> None:
-    """Start everything, wait until it serves, print how to use it, and keep it running.
+async def _serve(local: LocalTopology, topology: Topology, display: LaunchDisplay, keep: _Keep) -> None:
+    """Start everything, wait until it serves, print how to use it, and ``keep`` it running.
 
     Raises ``ConfigError``, ``LaunchError``.
     """
     if topology.host:
-        await _serve_share(local, topology, display, ready_file, restarts)
+        await _serve_share(local, topology, display, keep)
         return
     async with _bounded_start(topology, display):
         await local.start()
@@ -330,16 +351,10 @@ async def _serve(
         http_address=local.http_address,
         http_keys_file=local.http_keys_file,
     )
-    await _keep(local, partial(_wait_serving, local), ready_file, restarts)
+    await keep(partial(_wait_serving, local))
 
 
-async def _serve_share(
-    local: LocalTopology,
-    topology: Topology,
-    display: LaunchDisplay,
-    ready_file: ReadyFile,
-    restarts: RestartConfig | None,
-) -> None:
+async def _serve_share(local: LocalTopology, topology: Topology, display: LaunchDisplay, keep: _Keep) -> None:
     """``_serve`` for one of several hosts, which must not fail because another one is not there.
 
     Its workers must serve in time. Its router may have to wait for workers of another host, and does so as long as it
@@ -351,7 +366,7 @@ async def _serve_share(
         await while_running(local.children, share.wait_workers(local.worker_ids))
     announcing = asyncio.create_task(_announce_share(share, topology, display))
     try:
-        await _keep(local, share.wait_serving, ready_file, restarts)
+        await keep(share.wait_serving)
     finally:
         announcing.cancel()
         await asyncio.gather(announcing, return_exceptions=True)

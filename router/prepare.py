@@ -141,7 +141,7 @@ def _admit(request: RouterRequest, context: RouterContext) -> None:
     if request.charge is None:
         request.charge = context.limits.admit(asked.tenant, request.key, asked.num_token_ids)
     else:
-        request.charge.settle(asked.num_token_ids)
+        request.charge.pay(asked.num_token_ids)
 
 
 async def _run_in_time(
@@ -164,14 +164,13 @@ async def _run_in_time(
             await _begin(request, context, num_copies)
             request.held.read(request_bytes(request.start, request.resume))
             await prepare(request, context)
-            if request.charge is not None:
-                request.charge.settle(request.num_prompt_tokens)
-            if request.media is None:
-                return await run(request)
             try:
+                if request.charge is not None:
+                    request.charge.pay(request.num_prompt_tokens)
                 return await run(request)
             finally:
-                request.media.close()
+                if request.media is not None:
+                    request.media.close()
     except TimeoutError as error:
         if request.held is not None and request.held.is_refused:
             raise context.prompts.full_error() from error

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 
 from quartet.api.chat import ChatPrompt
-from quartet.api.openai.requests import ApiKey, Caller
+from quartet.api.openai.requests import Caller
 from quartet.api.output import ChoiceOutput
 from quartet.api.request import TIMES, ChoiceFinished, GenerateStart, TimeBreakdown, Usage
 from quartet.api.reuse import Reuse
@@ -137,7 +137,7 @@ class RequestLog:
     def _put(self, line: FinishedRequest) -> None:
         log_request(logger, line)
         if self._usage is not None:
-            self._usage.put(_to_record(line, self._request.key))
+            self._usage.put(_to_record(line, self._request))
 
     def _settle(self, used: Usage | None) -> None:
         """Charge the request what it took: nothing, if no attempt began."""
@@ -257,7 +257,8 @@ def outcome_of(error: BaseException) -> str:
     return "cancelled" if isinstance(error, asyncio.CancelledError) else "internal"
 
 
-def _to_record(line: FinishedRequest, key: ApiKey | None) -> UsageRecord:
+def _to_record(line: FinishedRequest, request: RouterRequest) -> UsageRecord:
+    key, resume, num_output_tokens = request.key, request.resume, line.num_output_tokens or 0
     return UsageRecord(
         time=time.time(),
         request_id=line.request_id,
@@ -268,7 +269,10 @@ def _to_record(line: FinishedRequest, key: ApiKey | None) -> UsageRecord:
         path=line.path or "generate",
         num_prompt_tokens=line.num_prompt_tokens or 0,
         num_cached_tokens=line.num_cached_tokens or 0,
-        num_output_tokens=line.num_output_tokens or 0,
+        num_output_tokens=num_output_tokens,
+        # What ended before its tokens were looked at shows no output either.
+        num_resumed_tokens=min(request.num_resumed_tokens, num_output_tokens),
+        resumed_choice=None if resume is None else resume.choice,
         duration_s=line.total_s or 0.0,
         outcome=line.outcome,
     )

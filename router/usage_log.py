@@ -26,8 +26,8 @@ _MAX_QUEUED = 50_000
 
 _MAX_WRITTEN_AT_ONCE = 256
 
-# At the end of the process what waits has this long to be written.
-_CLOSE_TIMEOUT_S = 5.0
+#: At the end of the process what waits has this long to be written. Who kills the process must leave it the time.
+CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,6 +43,8 @@ class UsageRecord:
         model: that served it; empty: it was refused before that was known.
         path: ``generate``, or ``place``: then the answer's tokens after the first are not known here.
         num_prompt_tokens, num_cached_tokens, num_output_tokens: of all its choices, as in its log line.
+        num_resumed_tokens: of the output tokens those that its client brought (``resume``): an earlier call gave them.
+        resumed_choice: the number of the choice that goes on after them; ``None``: a new request, all of its choices.
         duration_s: from its arrival to its end.
         outcome: as in its log line.
     """
@@ -57,6 +59,8 @@ class UsageRecord:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
+    num_resumed_tokens: int
+    resumed_choice: int | None
     duration_s: float
     outcome: str
 
@@ -102,9 +106,9 @@ class UsageLog:
     def close(self) -> None:
         """Write what waits, for at most five seconds, and end."""
         self._queue.put(None)
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            logger.error("usage records are lost: %s took none for %g s", self._path, _CLOSE_TIMEOUT_S)
+            logger.error("usage records are lost: %s took none for %g s", self._path, CLOSE_TIMEOUT_S)
 
     def _open(self) -> int:
         """Open the file at the path, or make it; ``_is_torn`` says whether its last line has no end."""

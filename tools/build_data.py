@@ -5,6 +5,8 @@ In a checkout the same files stay where they are, so an editable install has no 
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from setuptools.command.build_py import build_py
@@ -12,9 +14,12 @@ from setuptools.command.build_py import build_py
 SOURCES = ("configs", "models/tiny/checkpoint", "models/tiny/pictures")
 TARGET = Path("quartet/_data")
 
+# Where there is no git, as in a source distribution: what these kinds of files are called.
+SUFFIXES = (".yaml", ".json", ".jinja", ".safetensors", ".jpg")
+
 
 class BuildWithData(build_py):
-    """Also copies all files below ``SOURCES``."""
+    """Also copies what ``shipped_files`` names."""
 
     def run(self) -> None:
         """Build the package."""
@@ -33,5 +38,30 @@ class BuildWithData(build_py):
         return [*super().get_outputs(include_bytecode), *map(str, self._copies().values())]
 
     def _copies(self) -> dict[Path, Path]:
-        files = [file for source in SOURCES for file in sorted(Path(source).rglob("*")) if file.is_file()]
-        return {file: Path(self.build_lib) / TARGET / file for file in files}
+        return {file: Path(self.build_lib) / TARGET / file for file in shipped_files(Path())}
+
+
+def shipped_files(root: Path) -> list[Path]:
+    """The files below ``SOURCES`` of the checkout or source distribution in ``root``, relative to it.
+
+    Of a checkout what git tracks: a user's own topologies beside ours, and their secrets, are nobody else's.
+
+    Raises:
+        subprocess.CalledProcessError, OSError: it is a checkout, and git does not say what it tracks.
+    """
+    found = _tracked(root) if (root / ".git").exists() else _of_known_kinds(root)
+    return sorted(file for file in found if (root / file).is_file())
+
+
+def _tracked(root: Path) -> Iterator[Path]:
+    command = ["git", "-C", str(root), "ls-files", "-z", "--", *SOURCES]
+    return map(
+        Path, filter(None, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split("\0"))
+    )
+
+
+def _of_known_kinds(root: Path) -> Iterator[Path]:
+    for source in SOURCES:
+        for file in (root / source).rglob("*"):
+            if file.suffix in SUFFIXES and not any(part.startswith(".") for part in file.relative_to(root).parts):
+                yield file.relative_to(root)

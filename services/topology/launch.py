@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 import yaml
 
 from quartet.config import write_secret_file
+from quartet.discovery.base import Role
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind, create_registry
 from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdConfig
@@ -45,8 +46,10 @@ from services.topology.topology import (
     plan_pool_routers,
     plan_routers,
     plan_workers,
+    take_tenants,
     with_certificates,
     with_http_identity,
+    with_tenants_of,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +59,9 @@ _ETCD = "etcd"
 
 # After the drain: time to close everything and exit.
 _EXIT_TIMEOUT_S = 1.0
+
+# A router with a usage log has so long beyond that: to write what waits takes it ``usage_log.CLOSE_TIMEOUT_S`` at most.
+_RECORDS_TIMEOUT_S = 6.0
 
 _KILL_TIMEOUT_S = 0.5
 
@@ -170,6 +176,7 @@ class LocalTopology:
         #: The API keys of the router's HTTP, set as ``certificates`` is.
         self.http_keys_file: Path | None = None
         self._starts: dict[str, _Start] = {}
+        self._routers: dict[str, ProcessPlan] = {}
         self._pacer = StartPacer(clock or Time())
         self._log_files = None if environment.log_dir is None else _LogFiles(environment.log_dir)
 
@@ -241,6 +248,7 @@ class LocalTopology:
                 plans[-1] = with_http_identity(plans[-1], router_tls, self.http_keys_file)
         if self._log_files is not None:
             self._log_files.write_settings({plan.name: plan.settings for plan in plans})
+        self._routers = {plan.name: plan for plan in plans if plan.role is Role.ROUTER}
         self._observer.progress(f"starting {', '.join(plan.name for plan in plans)}")
         for plan in plans:
             await self._wait_beside(plan)
@@ -254,12 +262,30 @@ class LocalTopology:
         self._children[name].kill_rest()
         return await self._start(name, self._starts[name])
 
+    def use_tenants(self, topology: Topology) -> None:
+        """Have its routers take over the tenants of ``topology``, and who may name which, once all are started.
+
+        They do within seconds, and log it. Raises ``OSError``: their files can't be written.
+        """
+        self._topology = take_tenants(self._topology, topology)
+        for plan in plan_routers(self._topology):
+            running = self._routers[plan.name]
+            changed = with_tenants_of(running, plan)
+            if changed != running:
+                self._write_settings(changed)
+                self._routers[plan.name] = changed
+
     async def stop(self) -> None:
-        """End every process: SIGTERM, then SIGKILL to what has not ended by the drain's end. Ends in bounded time."""
+        """End every process: SIGTERM, then SIGKILL to what has not ended by the drain's end. Ends in bounded time.
+
+        A router may still write what waits for its usage log, for six seconds at most.
+        """
         servers = [child for child in self.children if child.name != _ETCD]
         for child in servers:
             child.send(signal.SIGTERM)
         await _wait_ended(servers, self._topology.drain_timeout_s + _EXIT_TIMEOUT_S)
+        recording = {name for name, plan in self._routers.items() if _keeps_records(plan)}
+        await _wait_ended([child for child in servers if child.name in recording], _RECORDS_TIMEOUT_S)
         for child in servers:
             if child.is_running:
                 self._observer.progress(f"killing {child.name}, which did not end")
@@ -395,9 +421,14 @@ class LocalTopology:
         await while_running([self._children[name] for name in plan.after], announced)
 
     def _command(self, plan: ProcessPlan) -> list[str]:
+        return [sys.executable, "-m", plan.module, "--config", str(self._write_settings(plan))]
+
+    def _write_settings(self, plan: ProcessPlan) -> Path:
+        """Write the file of a process, in place of the one before as a whole."""
         path = self._environment.run_dir / f"{plan.name}.yaml"
-        path.write_text(yaml.safe_dump(plan.settings), encoding="utf-8")
-        return [sys.executable, "-m", plan.module, "--config", str(path)]
+        new = path.with_suffix(".new")
+        new.write_text(yaml.safe_dump(plan.settings), encoding="utf-8")
+        return new.replace(path)
 
     def _variables(self, plan: ProcessPlan) -> dict[str, str]:
         variables = {**self._environment.variables, "PYTHONUNBUFFERED": "1"}
@@ -637,6 +668,11 @@ def _at(etcd: EtcdConfig, endpoints: Sequence[str]) -> EtcdConfig:
         return replace(etcd, endpoints=tuple(endpoints))
     except ConfigError as error:
         raise ConfigError(f"ETCD_ENDPOINTS: {error}; the topology's settings of etcd are in discovery.etcd") from error
+
+
+def _keeps_records(plan: ProcessPlan) -> bool:
+    """Whether a router writes usage records."""
+    return found(plan.settings, *([plan.section] if plan.section else [])).get("usage_log") is not None
 
 
 async def _wait_ended(children: Collection[Child], timeout_s: float) -> None:

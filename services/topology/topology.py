@@ -69,6 +69,10 @@ ROUTER = "router"
 _LOOPBACK = "127.0.0.1"
 
 
+#: Settings of a router that it takes over of its changed file while it runs (``router.reload``).
+TAKEN_OVER = ("tenants", "identity_tenants", "trusted_gateways")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
     """The model that all workers serve, unless their overrides say otherwise.
@@ -712,6 +716,29 @@ def plan_pool_routers(topology: Topology) -> list[ProcessPlan]:
         )
         plans.append(plan)
     return plans
+
+
+def take_tenants(topology: Topology, other: Topology) -> Topology:
+    """``topology`` with what running routers take over of ``other``, a changed form of it: ``TAKEN_OVER``."""
+    router = replace(topology.router, overrides=_taken_over(topology.router.overrides, other.router.overrides))
+    own = topology.global_router
+    if own is not None:
+        changed = found(other.global_router or {}, "router")
+        own = {**own, "router": _taken_over(found(own, "router"), changed)}
+    return replace(topology, router=router, global_router=own)
+
+
+def with_tenants_of(plan: ProcessPlan, other: ProcessPlan) -> ProcessPlan:
+    """A router's ``plan`` with ``TAKEN_OVER`` of ``other``, another plan of it."""
+    if not plan.section:
+        return replace(plan, settings=_taken_over(plan.settings, other.settings))
+    part = _taken_over(found(plan.settings, plan.section), found(other.settings, plan.section))
+    return replace(plan, settings={**plan.settings, plan.section: part})
+
+
+def _taken_over(settings: Mapping[str, object], other: Mapping[str, object]) -> dict[str, object]:
+    kept = {name: value for name, value in settings.items() if name not in TAKEN_OVER}
+    return {**kept, **{name: other[name] for name in TAKEN_OVER if name in other}}
 
 
 def with_certificates(plan: ProcessPlan, tls: TlsConfig, events_key_file: Path) -> ProcessPlan:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,7 +16,7 @@ from typer.testing import CliRunner
 
 from cli.app import app
 from cli.init import PAGE, TOPOLOGY
-from services.topology.topology import load_topology, plan_workers
+from services.topology.topology import Choices, choose, load_topology, plan_workers, read_settings
 from tests import tiny
 
 
@@ -75,6 +80,41 @@ def test_no_file_is_replaced(folder: Path, name: str) -> None:
     assert result.exit_code == 1
     assert "exists; nothing was written" in result.output
     assert [(file.name, file.read_text()) for file in folder.iterdir()] == [(name, "own")]
+
+
+@pytest.mark.parametrize("step", ["write_text", "rename"])
+def test_where_the_second_file_cannot_be_written_the_first_is_not_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    real = getattr(Path, step)
+
+    def fail_on_page(path: Path, *arguments: Any, **options: Any) -> object:
+        if path.name == PAGE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, step, fail_on_page)
+    result = CliRunner().invoke(app, ["init", "mine"])
+    assert result.exit_code == 1
+    assert "cannot write to mine: No space left" in result.output
+    assert [*(folder / "mine").iterdir()] == []
+
+
+def test_the_page_says_what_a_host_with_one_gpu_does(folder: Path) -> None:
+    options = ("--model", "Qwen/Qwen3-0.6B", "--device", "cuda")
+    quartet("init", "mine", *options, "--decode", "2")
+    page = (folder / "mine" / PAGE).read_text()
+    [sharing] = re.findall(r"`quartet up (topology.yaml --gpus .*)`", page)
+    file, *gpus = sharing.split()
+    quartet("up", f"mine/{file}", "--dry-run", *gpus)
+    choices = Choices(gpus=[value for option, value in pairwise(gpus) if option == "--gpus"])
+    assignments = [value for option, value in pairwise(gpus) if option == "--set"]
+    chosen = choose(read_settings(folder / "mine" / file, assignments, None, choices), choices)
+    plans = plan_workers(chosen.topology, num_cores=1)
+    assert {plan.name: plan.gpus for plan in plans} == {"prefill-0": (0,), "decode-0": (0,), "decode-1": (0,)}
+    assert plans[-1].after == ("prefill-0", "decode-0"), "each takes its share of what those before it left"
+    quartet("init", "alone", *options, "--prefill", "0")
+    assert "With one GPU" not in (folder / "alone" / PAGE).read_text()
 
 
 def test_a_link_to_nowhere_is_not_followed(folder: Path) -> None:

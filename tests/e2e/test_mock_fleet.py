@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cli.traces.format import BLOCK_SIZE, read_trace, write_trace
 from cli.traces.generate import SessionConfig, TraceConfig, generate
 from quartet.client import QuartetClient, Sampling
 from quartet.engine.mock.model import StepTiming
+from quartet.errors import RateLimitedError
 from tests import tiny
 from tests.e2e.up import CONFIGS, QUARTET, Up
 
@@ -52,7 +54,9 @@ async def test_a_trace_is_answered_in_full_with_its_prefixes_reused_and_no_torch
     policy = ("--set", "router.overrides.policy.name=round_robin")
     model = ("--set", f"model.path={tiny.CHECKPOINT}")
     options = ("--set", "router.port=0", "--set", "engine.mock.speed_up=20", *model, *policy)
-    async with Up(tmp_path, str(CONFIGS / "mock_fleet.yaml"), *options) as up:
+    file = tmp_path / "topology.yaml"
+    file.write_text((CONFIGS / "mock_fleet.yaml").read_text())
+    async with Up(tmp_path, str(file), *options) as up:
         await up.wait_ready()
         point = await bench(up, trace)
         assert point["requests"] == {"sent": NUM_REQUESTS, "finished": NUM_REQUESTS, "failed": 0, "cut_off": 0}
@@ -66,6 +70,7 @@ async def test_a_trace_is_answered_in_full_with_its_prefixes_reused_and_no_torch
         assert cached_tokens >= (NUM_REQUESTS - 2) * len(shared_ids) * BLOCK_SIZE
         await check_answers_are_the_same_everywhere(up)
         await check_it_can_be_planned_with_what_it_has_measured(up, trace)
+        await check_its_router_takes_over_tenants_of_a_changed_file(up, file)
         assert not any(map(has_torch, workers(up)))
         await up.end(signal.SIGINT)
 
@@ -92,6 +97,21 @@ async def check_it_can_be_planned_with_what_it_has_measured(up: Up, trace: Path)
     assert plan["chosen"] == {"num_prefill": 0, "num_decode": 1}
     assert plan["start"] is None, "its topology is not known"
     assert plan["start_otherwise"].endswith("--replicas prefill=0 --replicas decode=1")
+
+
+async def check_its_router_takes_over_tenants_of_a_changed_file(up: Up, file: Path) -> None:
+    limit_tenants(file)
+    await up.wait_logged("tenants, identity_tenants and trusted_gateways are as in")
+    async with QuartetClient(up.router_address) as client:
+        await client.complete("The sea")
+        with pytest.raises(RateLimitedError):
+            await client.complete("The sea")
+
+
+def limit_tenants(file: Path) -> None:
+    settings = yaml.safe_load(file.read_text())
+    settings["router"].setdefault("overrides", {})["tenants"] = {"*": {"requests_per_minute": 1}}
+    file.write_text(yaml.safe_dump(settings))
 
 
 def has_torch(pid: int) -> bool:

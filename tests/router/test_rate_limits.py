@@ -152,6 +152,41 @@ def test_names_that_clients_make_up_take_bounded_memory(monkeypatch: pytest.Monk
     refused_for_s(limits, "t7")
 
 
+def test_who_is_below_nothing_stays_so_whatever_other_names_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_ACCOUNTS", 3)
+    limits, clock = make_limits(**{"*": HUNDRED})
+    limits.admit("in-debt", None, 1000)
+    for number in range(50):
+        limits.admit(f"t{number}", None, 100)  # all, and no more
+    assert len(limits._of_tenants) == 3 + 1
+    assert refused_for_s(limits, "in-debt") == pytest.approx(60 * 901 / 100)
+    for number in range(50):
+        limits.admit(f"owing{number}", None, 101)
+    assert len(limits._of_tenants) == 3 + 3, "also of those only so many are kept"
+    assert refused_for_s(limits, "owing44") == pytest.approx(60 * 2 / 100)
+    clock.now = 600.0
+    for number in range(50, 60):
+        limits.admit(f"t{number}", None, 0)
+    assert len(limits._of_tenants) == 3 + 3
+    limits.admit("owing45", None, 100)
+
+
+@pytest.mark.parametrize(
+    "meanwhile", [{}, {"acme": TenantConfig(requests_per_minute=1000)}, {"acme": TenantConfig(weight=2.0)}]
+)
+def test_a_limit_that_comes_back_finds_what_was_owed(meanwhile: dict[str, TenantConfig]) -> None:
+    tenants, clock = Tenants({"acme": HUNDRED}), Clock()
+    limits = RateLimits(tenants, clock=clock)
+    charge = limits.admit("acme", None, 1000)
+    tenants.replace(meanwhile)
+    limits.admit("acme", None, 0)
+    assert charge is not None
+    charge.add(100)  # its answer, which ends meanwhile
+    clock.now = 60.0
+    tenants.replace({"acme": HUNDRED})
+    assert refused_for_s(limits, "acme") == pytest.approx(60 * 901 / 100)
+
+
 def test_a_limit_that_was_changed_counts_from_the_next_request_on() -> None:
     tenants, clock = Tenants({"acme": TenantConfig(requests_per_minute=1)}), Clock()
     limits = RateLimits(tenants, clock=clock)
@@ -205,6 +240,44 @@ async def test_a_request_pays_for_its_prompt_when_it_is_counted_and_for_its_choi
     fleet.now = 600.0
     await collect(fleet.generate(make_domain_start(tenant="acme", num_choices=2)))
     assert left_of(fleet) == 100 - 20 - 2 * 12
+
+
+def test_a_prompt_that_is_counted_late_is_refused_if_others_have_used_up_all_meanwhile() -> None:
+    counted = list[str]()
+    clock = Clock()
+    limits = RateLimits(Tenants({"acme": HUNDRED}), count=counted.append, clock=clock)
+    charges = [limits.admit("acme", None, 0) for _ in range(3)]
+    first, second, third = [charge for charge in charges if charge is not None]
+    first.pay(1000)
+    with pytest.raises(RateLimitedError, match=r"tenant acme has used up its tokens_per_minute \(100\)") as caught:
+        second.pay(1000)
+    assert counted == ["tokens_per_minute"] and caught.value.retry_delay_s == pytest.approx(60 * 901 / 100)
+    clock.now = 60 * 901 / 100
+    third.pay(50)
+    first.pay(1000)  # no more than was known
+    with pytest.raises(RateLimitedError):
+        second.pay(1)
+
+
+def test_prompts_of_one_call_pay_together_or_not_at_all() -> None:
+    limits, _clock = make_limits(acme=TenantConfig(requests_per_minute=6, tokens_per_minute=100))
+    calls = [[charge for charge in limits.admit_all("acme", None, 3) if charge is not None] for _ in range(2)]
+    for charge in calls[0]:
+        charge.pay(80)
+    for charge in calls[1]:
+        with pytest.raises(RateLimitedError):
+            charge.pay(1)
+
+
+async def test_of_many_texts_that_come_at_once_those_are_refused_for_which_no_token_is_left() -> None:
+    fleet = Fleet("prefill-0", "decode-0", tenants={"acme": HUNDRED})
+    start = make_domain_start(tenant="acme", prompt=TextPrompt("hello " * 400))  # a thread tokenizes it
+    runs = [fleet.generate(start) for _ in range(20)]  # all are let in before one is tokenized
+    ends = await asyncio.gather(*map(collect, runs), return_exceptions=True)
+    refusals = [end for end in ends if isinstance(end, RateLimitedError)]
+    assert len(refusals) == 19 and len([end for end in ends if isinstance(end, BaseException)]) == 19
+    assert all("tokens_per_minute" in refusal.message and refusal.retry_delay_s for refusal in refusals)
+    fleet.assert_nothing_left()
 
 
 async def test_what_no_worker_has_begun_costs_a_request_and_no_tokens() -> None:

@@ -15,14 +15,17 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from quartet.errors import ConfigError
+from quartet.api.request import Resume
+from quartet.errors import ConfigError, ModelNotFoundError
 from quartet.telemetry.metrics import RouterMetrics
 from router import usage_log as module
 from router.http.config import HttpConfig
 from router.usage_log import UsageLog, UsageRecord
+from tests.router.fakes import Collected, Fleet, collect, expected_tokens
 from tests.router.http.face import open_face
 from tests.router.http.test_server import ACME, CHAT, write_keys
 from tests.router.system import running_system
+from tests.router.test_generate import make_start as make_domain_start
 from tests.router.test_place import place
 
 RECORD = UsageRecord(
@@ -36,6 +39,8 @@ RECORD = UsageRecord(
     num_prompt_tokens=20,
     num_cached_tokens=16,
     num_output_tokens=3,
+    num_resumed_tokens=0,
+    resumed_choice=None,
     duration_s=0.5,
     outcome="length",
 )
@@ -83,7 +88,7 @@ def test_a_line_says_who_used_what_and_when(tmp_path: Path) -> None:
     log.close()
     [record] = records_in(path)
     assert record.pop("time") == "2023-11-14T22:13:20.250+00:00"
-    assert record == {name: getattr(RECORD, name) for name in record} and len(record) == 11
+    assert record == {name: getattr(RECORD, name) for name in record} and len(record) == 13
     assert log.num_lost == 0
 
 
@@ -230,7 +235,7 @@ def test_an_end_that_leaves_records_unwritten_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = Gate(monkeypatch)
-    monkeypatch.setattr(module, "_CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.05)
     log = UsageLog(tmp_path / "usage.jsonl")
     log.put(RECORD)
     gate.wait()
@@ -265,6 +270,27 @@ async def test_each_request_by_http_has_a_record_with_the_id_of_its_key(tmp_path
     )
     assert first["duration_s"] > 0 and ACME not in path.read_text()
     assert (second["model"], second["outcome"], second["num_output_tokens"]) == ("", "model_not_found", 0)
+
+
+async def test_what_each_call_of_a_resumed_answer_had_generated_can_be_summed(tmp_path: Path) -> None:
+    path = tmp_path / "usage.jsonl"
+    log = UsageLog(path)
+    fleet = Fleet("prefill-0", "decode-0", usage=log)
+    start, resume = make_domain_start(num_choices=2), Resume(request_id="ab" * 16, attempt=1, seed=5, choice=1)
+    given = tuple(expected_tokens(5, 1, 20, 4))
+    shown_before = Collected()
+    shown_before.token_ids[1] = [*given]
+    await collect(fleet.generate(start))
+    await collect(fleet.generate(start, resume=replace(resume, generated_token_ids=given)), shown_before)
+    await fleet.pipeline.place(start, resume=replace(resume, generated_token_ids=given))
+    with pytest.raises(ModelNotFoundError):  # before the tokens are looked at
+        await collect(fleet.generate(replace(start, model="none"), resume=replace(resume, generated_token_ids=given)))
+    log.close()
+    shown = [
+        (record["num_output_tokens"], record["num_resumed_tokens"], record["resumed_choice"])
+        for record in records_in(path)
+    ]
+    assert shown == [(2 * 12, 0, None), (12, 4, 1), (5, 4, 1), (0, 0, 1)]
 
 
 async def test_a_router_writes_what_waits_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,15 @@ from textwrap import dedent
 import pytest
 import yaml
 
+from quartet.discovery.base import Role
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind, create_registry
 from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdConfig
 from quartet.discovery.file import FileConfig
 from quartet.errors import ConfigError
 from quartet.streams.signed_start import SigningKeys
+from router.process import _LAST_WORDS_S
+from router.usage_log import CLOSE_TIMEOUT_S
 from services.topology import launch
 from services.topology.certificates import CertificateFiles
 from services.topology.launch import (
@@ -38,7 +41,7 @@ from services.topology.launch import (
     wait_announced,
 )
 from services.topology.pacing import Time
-from services.topology.topology import load_topology
+from services.topology.topology import ProcessPlan, load_topology
 from tests.certificates import CertificateAuthority
 from tests.discovery.records import make_record
 from tests.e2e.fork_server import ForkServer
@@ -374,6 +377,53 @@ async def test_processes_started_by_a_killed_worker_end_with_it(tmp_path: Path, 
         assert poll.poll(10_000), "it still runs"
     finally:
         os.close(descriptor)
+
+
+async def test_a_router_that_still_writes_usage_records_is_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = tmp_path / "records"
+    settings = {
+        "usage_log": str(records),
+        "late_s": 0.1 + launch._EXIT_TIMEOUT_S + 0.5,
+    }  # longer than other processes get
+    late = ProcessPlan(
+        name="router", role=Role.ROUTER, module="tests.services.topology.late_router", settings=settings, environment={}
+    )
+    monkeypatch.setattr(launch, "plan_routers", lambda _topology: [late])
+    local, _, _ = await start_short(tmp_path, "drain_timeout_s: 0.1\nworkers: [{role: decode}]")
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            [router] = [child for child in local.children if child.name == "router"]
+            while not router.last_lines:  # noqa: ASYNC110 - of a process
+                await asyncio.sleep(0.01)
+    finally:
+        await local.stop()
+    assert records.read_text() == "written"
+
+
+def test_a_router_gets_more_time_for_its_records_than_it_takes() -> None:
+    # The second beyond: it drains for half a second longer than it says, closes the rest and exits.
+    assert launch._EXIT_TIMEOUT_S + launch._RECORDS_TIMEOUT_S >= _LAST_WORDS_S + CLOSE_TIMEOUT_S + 1.0
+
+
+async def test_routers_get_the_tenants_of_a_changed_topology_and_nothing_else_of_it(tmp_path: Path) -> None:
+    local, _, _ = await start_short(tmp_path, "workers: [{role: decode}]")
+    try:
+        path = tmp_path / "run" / "router.yaml"
+        before = yaml.safe_load(path.read_text())
+        for tenants in ({"acme": {"requests_per_minute": 1}}, {"*": {"weight": 2}}):
+            changed = load_topology(tmp_path / "topology.yaml", ["drain_timeout_s=9"])
+            overrides = {"tenants": tenants, "trusted_gateways": ["g"], "max_request_timeout_s": 1}
+            local.use_tenants(replace(changed, router=replace(changed.router, overrides=overrides)))
+            assert yaml.safe_load(path.read_text()) == {**before, "tenants": tenants, "trusted_gateways": ["g"]}
+        local.use_tenants(load_topology(tmp_path / "topology.yaml"))
+        assert yaml.safe_load(path.read_text()) == before
+        inode = path.stat().st_ino
+        local.use_tenants(load_topology(tmp_path / "topology.yaml"))
+        assert path.stat().st_ino == inode, "a file that would be the same is left alone"
+    finally:
+        await local.stop()
 
 
 async def test_it_waits_for_the_last_of_them(tmp_path: Path) -> None:
