@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ from cli.app import app
 from quartet.config import build
 from quartet.errors import ConfigError
 from router.config import RouterConfig
+from services.topology.hosts import SecretFiles
 from services.topology.topology import Topology, load_topology, plan_routers, plan_workers
 from services.workers.config import WorkerConfig
 
+NOBODY = 65534
 TEXT = """
 namespace: spread
 hosts:
@@ -88,6 +93,37 @@ def test_every_process_has_its_certificate_and_the_keys_that_all_share(tmp_path:
     router = build(RouterConfig, plan.settings)
     assert router.http.keys_file == Path("/secrets/http_keys")
     assert router.signing_keys_file == worker.signing_keys_file
+
+
+@pytest.mark.parametrize(("closed", "named"), [("secrets", "ca.pem"), ("secrets/router.key", "router.key")])
+def test_secrets_of_another_user_are_an_error_that_names_the_file(
+    closed: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Relative, for folders above it are closed to others.
+    monkeypatch.chdir(tmp_path)
+    folder = Path("secrets")
+    folder.mkdir()
+    for name in ("ca.pem", "router.pem", "router.key", "events_key", "signing_keys"):
+        (folder / name).touch()
+    tmp_path.chmod(0o755)
+    with without_root():
+        assert [*SecretFiles(folder).missing(["router"], has_http=False)] == []
+    Path(closed).chmod(0)
+    with without_root(), pytest.raises(ConfigError, match=rf"^secrets: cannot read secrets/{named}: Permission denied"):
+        [*SecretFiles(folder).missing(["router"], has_http=False)]
+    Path(closed).chmod(0o700)
+
+
+@contextmanager
+def without_root() -> Iterator[None]:
+    """As a user for whom permissions count."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
 
 
 def test_what_the_settings_say_of_etcd_goes_before_the_folder_of_secrets(tmp_path: Path) -> None:
