@@ -73,6 +73,13 @@ def test_the_command_of_a_unit_is_one_that_quartet_takes(unit: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_each_unit_has_a_folder_of_its_own_for_the_ready_file(unit: Path) -> None:
+    folder = setting(unit, "RuntimeDirectory")
+    assert f"--ready-file /run/{folder}/ready" in setting(unit, "ExecStart")
+    assert ("%i" in folder) is unit.name.endswith("@.service"), "systemd removes it when an instance stops"
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_a_unit_waits_for_the_drain_before_it_kills(unit: Path) -> None:
     drain_s = load_topology(DEPLOY / "two_hosts.yaml").drain_timeout_s
     assert drain_s < int(setting(unit, "TimeoutStopSec")) - 5
