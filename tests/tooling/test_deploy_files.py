@@ -104,6 +104,18 @@ def test_the_image_builds_the_wheel_of_all_that_belongs_into_it() -> None:
     assert kept == copied()
 
 
+def test_the_image_has_a_compiler_for_triton_where_it_has_torch() -> None:
+    last = max(number for number, (name, _) in enumerate(instructions()) if name == "FROM")
+    [install] = [rest for name, rest in instructions()[last:] if name == "RUN" and "apt-get install" in rest]
+    assert {"gcc", "libc6-dev"} <= {*install.split()}
+    script = re.sub(r"apt-get update .*?(?= ;;)", "echo compiler", install)
+    for extras, has_compiler in (("torch,cuda,tls,otel", True), ("tls", False), ("tls,torch", True)):
+        ran = subprocess.run(
+            ["sh", "-c", script], env={"EXTRAS": extras}, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert ("compiler" in ran.stdout) is has_compiler
+
+
 def test_the_image_runs_as_nobody_in_particular_and_says_whether_it_serves() -> None:
     found = dict(instructions())
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", found["USER"])
