@@ -42,24 +42,18 @@ def copied() -> set[str]:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_systemd_takes_every_line_of_a_unit(unit: Path, tmp_path: Path) -> None:
-    program = shutil.which("systemd-analyze")
-    if program is None:
-        pytest.skip("no systemd-analyze: apt-get install systemd")
+def test_systemd_takes_every_line_of_a_unit(unit: Path, tmp_path: Path, systemd_analyze: Path) -> None:
     # The program must be there, and on this machine it is not.
     copy = tmp_path / unit.name
     copy.write_text(unit.read_text().replace(PROGRAM, sys.executable))
-    ran = subprocess.run([program, "verify", copy], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run([systemd_analyze, "verify", copy], capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
 
 
-def test_a_line_that_systemd_does_not_know_is_found(tmp_path: Path) -> None:
-    program = shutil.which("systemd-analyze")
-    if program is None:
-        pytest.skip("no systemd-analyze: apt-get install systemd")
+def test_a_line_that_systemd_does_not_know_is_found(tmp_path: Path, systemd_analyze: Path) -> None:
     copy = tmp_path / "wrong.service"
     copy.write_text(UNITS[0].read_text().replace(PROGRAM, sys.executable).replace("KillMode=", "KilMode="))
-    ran = subprocess.run([program, "verify", copy], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run([systemd_analyze, "verify", copy], capture_output=True, text=True, timeout=60, check=False)
     assert "KilMode" in ran.stderr
 
 
