@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,6 +61,14 @@ class Host:
         names = dict.fromkeys((self.address, self.listens_on))
         is_wildcard = ListenAddress.parse(f"{self.listens_on}:1", "bind").is_wildcard
         return tuple(bare(name) for name in names if not (is_wildcard and name == self.listens_on))
+
+    def ports(self, *, num_workers: int, has_router: bool) -> Sequence[int]:
+        """Those from ``first_port`` on that so many workers, and a router, listen on; none if they take free ones."""
+        if not self.first_port:
+            return ()
+        # The router's own for gRPC is ``router.port``.
+        first = self.first_port + (1 if has_router else PORTS_OF_PROCESS)
+        return range(first, self.first_port + (1 + num_workers) * PORTS_OF_PROCESS)
 
     def port(self, process: int, which: int) -> int:
         """The port number ``which`` of those of the process number ``process``, the router's being 0; 0: a free one.

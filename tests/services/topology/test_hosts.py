@@ -37,6 +37,12 @@ workers:
   - {role: decode, host: right, replicas: 2, gpus: [[0], [1]]}
 """
 
+# What differs in settings that clash.
+HOSTS: dict[str, Any] = yaml.safe_load(TEXT)["hosts"]
+BOTH = {"hosts": ["left", "right"]}
+OVER_ROUTER = {"address": "10.0.0.1", "first_port": 50045}
+OVER_HTTP = {"address": "10.0.0.1", "first_port": 7999}
+
 
 def load(tmp_path: Path, *assignments: str, text: str = TEXT) -> Topology:
     file = tmp_path / "topology.yaml"
@@ -151,6 +157,23 @@ def test_a_share_has_its_hosts_cores_for_itself(tmp_path: Path) -> None:
         ({"router": {"hosts": ["west"]}}, r"^router\.hosts: no host is called west"),
         ({"router": {"hosts": ["left"], "port": 0}}, r"^router\.port: must not be 0"),
         ({"discovery": {"kind": "file", "file": {"directory": "d"}}}, r"^discovery\.kind: must be etcd"),
+        ({"discovery": {}}, r"^discovery\.etcd\.endpoints: is missing"),
+        (
+            {"hosts": {**HOSTS, "right": HOSTS["left"]}},
+            r"^hosts\.right: port 50103 of 10\.0\.0\.1 is that of hosts\.left, too",
+        ),
+        (
+            {"hosts": {**HOSTS, "right": {"address": "10.0.0.1", "first_port": 50106}}},
+            r"^hosts\.right: port 50109 of 10\.0\.0\.1 is that of hosts\.left, too",
+        ),
+        (
+            {"hosts": {"left": {"address": "10.0.0.1"}, "right": {"address": "10.0.0.1"}}, "router": BOTH},
+            r"^hosts\.right: port 50050 of 10\.0\.0\.1 is that of hosts\.left, too",
+        ),
+        ({"hosts": {**HOSTS, "left": OVER_ROUTER}}, r"^hosts\.left\.first_port: 50045 .* router\.port, 50050"),
+        ({"hosts": {**HOSTS, "left": OVER_HTTP}}, r"^hosts\.left\.first_port: 7999 .* router\.http_port, 8000"),
+        ({"router": {"hosts": ["left"], "port": 50101}}, r"^hosts\.left\.first_port: 50100 .* router\.port, 50101"),
+        ({"router": {**BOTH, "http_port": 50050}}, r"^router\.http_port: 50050 is router\.port, too"),
         ({"workers": [{"role": "decode"}]}, r"^workers\[0\]\.host: is missing; it is one of left, right"),
         ({"workers": [{"role": "decode", "host": "left"}]}, r"^hosts\.right: nothing runs there"),
         ({"hosts": {"left": {"address": "0.0.0.0"}}}, r"^hosts\.left\.address: others can't dial 0\.0\.0\.0"),
@@ -171,6 +194,13 @@ def test_what_does_not_fit_is_named(changes: dict[str, Any], message: str, tmp_p
         load(tmp_path, text=yaml.safe_dump(settings))
 
 
+def test_ports_that_touch_are_no_clash(tmp_path: Path) -> None:
+    """The router's first port is free, as ``router.port`` stands for it; hosts of one address share the numbers out."""
+    hosts = {**HOSTS, "right": {"address": "10.0.0.1", "first_port": 50109}}
+    settings = {**yaml.safe_load(TEXT), "hosts": hosts}
+    load(tmp_path, "router.port=50100", text=yaml.safe_dump(settings))
+
+
 def test_ports_that_run_out_are_an_error(tmp_path: Path) -> None:
     topology = load(tmp_path, "host=left", "hosts.left.first_port=65530")
     with pytest.raises(ConfigError, match="first_port: 65530 leaves too few ports"):
@@ -184,7 +214,12 @@ def test_a_gpu_counts_once_on_each_host(tmp_path: Path) -> None:
 
 
 def test_in_the_clear_every_part_says_that_it_is_meant(tmp_path: Path) -> None:
-    settings = {**yaml.safe_load(TEXT), "secrets": None, "host": "left", "discovery": {"etcd": {}}}
+    settings = {
+        **yaml.safe_load(TEXT),
+        "secrets": None,
+        "host": "left",
+        "discovery": {"etcd": {"endpoints": ["10.0.0.9:2379"]}},
+    }
     settings["router"] = {"hosts": ["left"], "overrides": {"server": {"insecure": True}}}
     for group in settings["workers"]:
         group["overrides"] = {"server": {"insecure": True}}
