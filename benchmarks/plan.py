@@ -152,7 +152,7 @@ class Outcome:
         busy: share of the time for which steps ran in the replay, of Prefill workers (0: none) and of the others.
         measured: medians over the runs.
         error: by latency, ``foretold`` over ``measured``, less 1.
-        meets_bar: both errors of TTFT are within the bar.
+        meets_bar: both errors of TTFT are within the bar, and no request of any run failed: those have no TTFT.
     """
 
     name: str
@@ -247,7 +247,8 @@ def compare(name: str, case: Case, replayed: PolicyResult, runs: Sequence[LiveRu
         busy=(replayed.prefill_busy, replayed.decode_busy),
         measured=measured,
         error=error,
-        meets_bar=all(abs(error[key]) <= MAX_ERROR for key in ("ttft_p50", "ttft_p95")),
+        meets_bar=all(abs(error[key]) <= MAX_ERROR for key in ("ttft_p50", "ttft_p95"))
+        and not any(run.num_failed for run in runs),
         runs=runs,
     )
 

@@ -94,10 +94,10 @@ class UntakenBudgets(Generic[PoolT]):
         """
         account, caller = self._accounts.get((tenant, pool)), self._caller(tenant)
         if account is not None:
-            account.limits = self._limits(pool)
+            self._set_limits(account, pool)
             account.check(self._clock())
         if caller is not None and (above := self._callers.get((caller, pool))) is not None:
-            above.limits = self._limits(pool, is_caller=True)
+            self._set_limits(above, pool, is_caller=True)
             above.check(self._clock())
 
     async def hold(self, tenant: str, pool: PoolT, num_choices: int, num_tokens: int) -> Sequence[Untaken]:
@@ -155,15 +155,17 @@ class UntakenBudgets(Generic[PoolT]):
         self._max_accounts = max(_MAX_ACCOUNTS, 2 * len(self._accounts))
 
     def _renew_limits(self, account: _Account, pool: PoolT) -> None:
-        account.limits = self._limits(pool)
+        self._set_limits(account, pool)
         if account.caller is not None:
-            account.caller.limits = self._limits(pool, is_caller=True)
+            self._set_limits(account.caller, pool, is_caller=True)
 
-    def _limits(self, pool: PoolT, *, is_caller: bool = False) -> _Limits:
+    def _set_limits(self, account: _Account, pool: PoolT, *, is_caller: bool = False) -> None:
         capacity = self._capacity(pool)
+        if not capacity.num_tokens:  # no worker is there, so nothing can be kept from others: what was known stays
+            return
         share = (1 + self._share) / 2 if is_caller else self._share
         num_placements = max(int(share * capacity.num_requests), 1) if capacity.num_requests else None
-        return _Limits(num_placements, max(share * capacity.num_tokens, 1.0))
+        account.limits = _Limits(num_placements, max(share * capacity.num_tokens, 1.0))
 
     def _take(self, account: _Account, call: _Call, pool: PoolT) -> Sequence[Untaken]:
         account.take(call)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +30,11 @@ from quartet.errors import ConfigError
 #: Whose speeds count where neither a topology nor a running fleet is given.
 DEFAULT_TOPOLOGY = "mock_fleet"
 
+# Of policy.margin_s, as shares of a step. Routers' forecasts of a step's end are off by a few per cent of it; with the
+# second one plans came true (benchmarks/plan.py).
+_LEAST_MARGIN, _GOOD_MARGIN = 0.03, 0.1
+# With fewer, p95 rests on four requests at most.
+_FEW_REQUESTS = 100
 _MS = 1e3
 _PACKAGES = ("quartet", "numpy", "xxhash")
 _PERCENTS = (50, 95, 99)
@@ -126,15 +132,38 @@ class _Job:
 
     def __str__(self) -> str:
         wanted = ", ".join(f"{target} <= {target.limit_ms:g} ms" for target in self.targets)
-        return (
-            f"{self.trace}, {len(self.requests)} requests at {self.speed:.3g}x ({self.rate:.3g} a second); "
-            f"steps {self.fleet.speeds_from}; wanted: {wanted}"
-        )
+        return f"{self.trace}, {self._load()}; steps {self.fleet.speeds_from}{self._policy()}; wanted: {wanted}"
 
-    @property
-    def rate(self) -> float:
-        """Requests a second."""
-        return _rate(self.requests)
+    def warnings(self) -> list[str]:
+        """Why its figures may say less than they seem to."""
+        found = list[str]()
+        count = len(self.requests)
+        if count < _FEW_REQUESTS:
+            slowest = [max(1, count * (100 - percent) // 100) for percent in (95, 99)]
+            found.append(
+                f"Only {_count(count)}: p95 of TTFT rests on the slowest {slowest[0]} of them, p99 on the slowest "
+                f"{slowest[1]}. Some hundred say more."
+            )
+        num_tokens = round(median(request.num_input_tokens for request in self.requests))
+        step_ms, policy = self.fleet.prompt_step_ms(num_tokens), self.fleet.policy
+        if policy.reads_caches and _MS * policy.margin_s < _LEAST_MARGIN * step_ms:
+            found.append(
+                f"A step with a prompt of {num_tokens} tokens takes {step_ms:.4g} ms, for which policy.margin_s, "
+                f"{_MS * policy.margin_s:g} ms, is short. Live, prompts may come too late for the next step and have a "
+                f"longer TTFT: try --set router.overrides.policy.margin_s={_GOOD_MARGIN * step_ms / _MS:.2g}."
+            )
+        return found
+
+    def _policy(self) -> str:
+        """Named where nobody chose it."""
+        name = self.fleet.policy.name
+        return "" if self.fleet.topology else f"; policy {name}, the default, as there is no --topology"
+
+    def _load(self) -> str:
+        count, rate = _count(len(self.requests)), _rate(self.requests)
+        if rate < math.inf:
+            return f"{count} at {self.speed:.3g}x ({rate:.3g} a second)"
+        return count if len(self.requests) == 1 else f"{count}, all at once"
 
 
 def plan(
@@ -220,8 +249,10 @@ def plan(
             transfer_gb_per_s=transfer_gb_per_s,
         )
         given = read_trace(trace)[:max_requests]
-        factor = _factor(given, rate, speed)
-        requests = _fitting(given, factor, fleet.max_request_tokens)
+        fitting = _fitting(given, fleet.max_request_tokens)
+        factor = _factor(fitting, rate, speed)
+        requests = [replace(request, arrival_s=request.arrival_s / factor) for request in fitting]
+        _check_values(wanted, requests)
         job = _Job(
             trace=trace.name,
             requests=requests,
@@ -260,7 +291,8 @@ def _search(job: _Job) -> Plan:
                 )
             except GivenUpError as error:
                 progress.update(bar, description=f"{shape}: given up")
-                return Tried(shape=shape, result=None, given_up=_why_given_up(error, len(job.requests)))
+                why = _why_given_up(error, len(job.requests))
+                return Tried(shape=shape, result=None, given_up=why, given_up_at_s=error.at_s)
             return judge(shape, result, job.targets)
 
         return find(try_shape, job.max_workers)
@@ -271,8 +303,13 @@ async def _ask(router: RouterOptions, model: str) -> MeasuredFleet:
         return MeasuredFleet.of(await client.list_workers(model))
 
 
+def _count(num_requests: int) -> str:
+    return "1 request" if num_requests == 1 else f"{num_requests} requests"
+
+
 def _rate(requests: Sequence[TraceRequest]) -> float:
-    duration_s = requests[-1].arrival_s if requests else 0.0
+    """Requests a second; infinite: all come at the same time."""
+    duration_s = requests[-1].arrival_s - requests[0].arrival_s
     return len(requests) / duration_s if duration_s else math.inf
 
 
@@ -280,24 +317,31 @@ def _factor(requests: Sequence[TraceRequest], rate: float | None, speed: float |
     if rate is None:
         return speed or 1.0
     if _rate(requests) == math.inf:
-        raise ConfigError("--rate: all requests of the trace come at the same time")
+        raise ConfigError("--rate: the requests that are replayed all come at the same time")
     return rate / _rate(requests)
 
 
-def _fitting(requests: Sequence[TraceRequest], factor: float, max_tokens: int) -> list[TraceRequest]:
-    """Those that a worker can hold, at their times.
+def _fitting(requests: Sequence[TraceRequest], max_tokens: int) -> list[TraceRequest]:
+    """Those that a worker can hold.
 
     Raises:
         ConfigError: none of them.
     """
-    found = [
-        replace(request, arrival_s=request.arrival_s / factor)
-        for request in requests
-        if request.num_input_tokens + request.num_output_tokens <= max_tokens
-    ]
+    found = [request for request in requests if request.num_input_tokens + request.num_output_tokens <= max_tokens]
     if not found:
         raise ConfigError(f"TRACE: a worker holds {max_tokens} tokens, and each request has more")
     return found
+
+
+def _check_values(targets: Sequence[Target], requests: Sequence[TraceRequest]) -> None:
+    """Raises ``ConfigError``: a target is on the time between tokens, and no answer has two."""
+    for target in targets:
+        if target.latency == "itl" and not _has_itl(requests):
+            raise ConfigError(f"--itl-p{target.percent}: there are no values: all answers in the trace have one token")
+
+
+def _has_itl(requests: Sequence[TraceRequest]) -> bool:
+    return any(request.num_output_tokens > 1 for request in requests)
 
 
 def _patience(targets: Sequence[Target], num_requests: int) -> list[Patience]:
@@ -330,17 +374,22 @@ def _print_plan(console: Console, job: _Job, found: Plan) -> None:
         caption=caption,
     )
     for tried in found.tried:
-        table.add_row(*_row(tried), style="bold" if tried is found.chosen else None)
+        table.add_row(*_row(tried, has_itl=_has_itl(job.requests)), style="bold" if tried is found.chosen else None)
     console.print(str(job), soft_wrap=True)
     console.print(table)
     if job.num_left_out:
-        console.print(f"Left out, as a worker takes no longer ones: {job.num_left_out} requests.")
+        num_given = len(job.requests) + job.num_left_out
+        console.print(
+            f"Left out, as a worker takes no longer ones: {job.num_left_out} of {num_given} requests.", soft_wrap=True
+        )
+    for warning in job.warnings():
+        console.print(f"Note: {warning}", soft_wrap=True)
     console.print(found.verdict(), soft_wrap=True)
     if found.chosen is not None:
-        console.print(f"Start it: {job.fleet.how_to_start(found.chosen.shape)}", soft_wrap=True)
+        console.print(str(job.fleet.how_to_start(found.chosen.shape)), soft_wrap=True, markup=False)
 
 
-def _row(tried: Tried) -> list[str]:
+def _row(tried: Tried, *, has_itl: bool) -> list[str]:
     shape, result = tried.shape, tried.result
     counts = [str(shape.num_prefill), str(shape.num_decode)]
     if result is None:
@@ -348,7 +397,7 @@ def _row(tried: Tried) -> list[str]:
     return [
         *counts,
         _spread(result.ttft_ms),
-        _spread(result.itl_ms, digits=1),
+        _spread(result.itl_ms, digits=1) if has_itl else "no values",
         "" if shape.is_aggregated else f"{result.prefill_busy:.0%}",
         f"{result.decode_busy:.0%}",
         f"{tried.strain:.0%}",
@@ -362,6 +411,7 @@ def _spread(spread: Spread, digits: int = 0) -> str:
 
 def _report(job: _Job, found: Plan) -> Mapping[str, object]:
     chosen = found.chosen
+    start = None if chosen is None else job.fleet.how_to_start(chosen.shape)
     return {
         **describe_run("plan", job.started_at, _PACKAGES),
         "trace": job.trace,
@@ -374,13 +424,15 @@ def _report(job: _Job, found: Plan) -> Mapping[str, object]:
         "fleet": _without_counts(job.fleet.settings),
         "targets": [asdict(target) for target in job.targets],
         "max_workers": job.max_workers,
-        "tried": [_tried(tried) for tried in found.tried],
+        "warnings": job.warnings(),
+        "tried": [_tried(tried, has_itl=_has_itl(job.requests)) for tried in found.tried],
         "aggregated": _counts(found.aggregated),
         "disaggregated": _counts(found.disaggregated),
         "beside": _counts(found.beside),
         "chosen": _counts(chosen),
         "verdict": found.verdict(),
-        "start": None if chosen is None else job.fleet.how_to_start(chosen.shape),
+        "start": None if start is None else start.command or None,
+        "start_otherwise": None if start is None else start.otherwise or None,
     }
 
 
@@ -389,13 +441,16 @@ def _without_counts(settings: FleetSettings) -> Mapping[str, object]:
     return {name: value for name, value in asdict(settings).items() if name not in left_out}
 
 
-def _tried(tried: Tried) -> Mapping[str, object]:
+def _tried(tried: Tried, *, has_itl: bool) -> Mapping[str, object]:
+    result = None if tried.result is None else asdict(tried.result)
+    if result is not None and not has_itl:
+        result["itl_ms"] = None
     return {
         **asdict(tried.shape),
         "meets": tried.meets,
         "strain": None if tried.result is None else tried.strain,
         "reason": tried.reason,
-        "result": None if tried.result is None else asdict(tried.result),
+        "result": result,
     }
 
 

@@ -98,7 +98,8 @@ class MeasuredFleet:
         """Of workers that a router lists.
 
         Raises:
-            ConfigError: none is ready that decodes, or they have not measured steps with prompts, or that decode.
+            ConfigError: none is ready that decodes, one has several ranks, or they have not measured steps with
+                prompts, or that decode.
         """
         ready = [worker for worker in workers if worker.state is WorkerState.READY and worker.load is not None]
         by_role = {role: [worker for worker in ready if worker.record.role is role] for role in _ROLES}
@@ -106,6 +107,13 @@ class MeasuredFleet:
             raise ConfigError("--from-fleet: no worker is ready that decodes")
         if len({worker.record.model_fingerprint for worker in ready}) > 1:
             raise ConfigError("--model: the fleet serves several, or several versions of one; a plan is for one")
+        for worker in (*by_role[Role.PREFILL], *by_role[Role.DECODE]):
+            num_ranks = len(worker.load.ranks) if worker.load is not None else 0
+            if num_ranks != 1:
+                raise ConfigError(
+                    f"--from-fleet: {worker.record.worker_id} has {num_ranks} ranks "
+                    "(engine.data_parallel_size): a plan is for workers of one rank"
+                )
         times = {role: _step_times(found) for role, found in by_role.items()}
         prefill = [time for time in times[Role.PREFILL] or times[Role.DECODE] if _has_prefilled(time)]
         decode = [time for time in times[Role.DECODE] if _has_decoded(time)]
@@ -136,6 +144,22 @@ class MeasuredFleet:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Start:
+    """How to start what was planned.
+
+    Attributes:
+        command: it can be run as it is; empty: there is none.
+        otherwise: what to do in place of it, in words.
+    """
+
+    command: str = ""
+    otherwise: str = ""
+
+    def __str__(self) -> str:
+        return f"Start it: {self.command}" if self.command else f"To start it, {self.otherwise}."
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedFleet:
     """The fleet whose numbers of workers are to be found.
 
@@ -144,16 +168,20 @@ class PlannedFleet:
         policy: of its router.
         max_model_len: tokens of prompt and answer together.
         speeds_from: where the times of steps come from, in words.
-        command: ``quartet up`` with the topology and its changes.
-        groups: by role, the names of the topology's groups.
+        topology: its name or file; empty: it is not known.
+        assignments: changes of the topology.
+        groups: by role, the names of the topology's groups, or the roles.
+        pool_assignments: by role, the changes that give its workers the pools that were stated.
     """
 
     settings: FleetSettings
     policy: PolicyConfig
     max_model_len: int
     speeds_from: str
-    command: str
+    topology: str
+    assignments: Sequence[str] = ()
     groups: Mapping[Role, str] = field(default_factory=dict)
+    pool_assignments: Mapping[Role, Sequence[str]] = field(default_factory=dict)
 
     @property
     def max_request_tokens(self) -> int:
@@ -166,18 +194,34 @@ class PlannedFleet:
         """Makes the policy of one router."""
         return partial(create_policy, self.policy)
 
+    def prompt_step_ms(self, num_tokens: int) -> float:
+        """How long a step takes for a prompt of ``num_tokens``, or as much of it as one step computes."""
+        engines = (self.settings.engine, self.settings.prefill_engine or self.settings.engine)
+        return max(engine.timing.prefill_ms(min(num_tokens, engine.max_num_batched_tokens)) for engine in engines)
+
     def of(self, shape: Shape) -> FleetSettings:
         """For a replay on so many workers."""
         return replace(self.settings, num_workers=shape.num_decode, num_prefill_workers=shape.num_prefill)
 
-    def how_to_start(self, shape: Shape) -> str:
-        """The command that starts so many workers."""
+    def how_to_start(self, shape: Shape) -> Start:
+        """What starts so many workers."""
+        options = self._options(shape)
+        if not self.topology:
+            return Start(otherwise=f"give quartet up the fleet's topology and {options}")
+        if shape.num_prefill and Role.PREFILL not in self.groups:
+            return Start(
+                otherwise=f"copy the file of {self.topology}, which has no group of the role prefill, add "
+                f"{{role: prefill, replicas: {shape.num_prefill}}} to its workers, and give quartet up the copy and "
+                f"{options}"
+            )
+        return Start(command=f"quartet up {shlex.quote(self.topology)} {options}")
+
+    def _options(self, shape: Shape) -> str:
         counts = {Role.PREFILL: shape.num_prefill, Role.DECODE: shape.num_decode}
-        replicas = [f"--replicas {self.groups[role]}={counts[role]}" for role in _ROLES if role in self.groups]
-        line = " ".join([self.command, *replicas])
-        if Role.PREFILL in self.groups or shape.is_aggregated:
-            return line
-        return f"{line}   (with a group of the role prefill and replicas: {shape.num_prefill} in the file)"
+        pools = [one for role, found in self.pool_assignments.items() if counts[role] for one in found]
+        changes = [part for one in (*self.assignments, *pools) for part in ("--set", one)]
+        replicas = [part for role, name in self.groups.items() for part in ("--replicas", f"{name}={counts[role]}")]
+        return shlex.join([*changes, *replicas])
 
 
 def plan_fleet(
@@ -200,11 +244,10 @@ def plan_fleet(
         ConfigError: naming the setting that can't be planned with, or is missing.
     """
     groups = dict[Role, _Group]()
-    policy, command = PolicyConfig(), "quartet up TOPOLOGY"
+    policy = PolicyConfig()
     if topology is not None:
         found = load_topology(topology, assignments, os.environ)
         groups, policy = _groups(found), build(RouterConfig, plan_router(found).settings, "router.overrides").policy
-        command = shlex.join(["quartet", "up", name, *(part for one in assignments for part in ("--set", one))])
     decode = groups.get(Role.DECODE) or _Group(Role.DECODE.value, EngineSettings())
     engines = {Role.DECODE: decode, Role.PREFILL: groups.get(Role.PREFILL, decode)}
     replayed = {
@@ -223,8 +266,12 @@ def plan_fleet(
         policy=policy,
         max_model_len=max_model_len or replayed[Role.DECODE].num_pool_tokens,
         speeds_from=_origin(name, speeds, measured),
-        command=command,
-        groups={role: group.name for role, group in groups.items()} or {role: role.value for role in _ROLES},
+        topology="" if topology is None else name,
+        assignments=assignments,
+        groups={role: groups[role].name for role in _ROLES if role in groups} or {role: role.value for role in _ROLES},
+        pool_assignments={
+            role: _pool_assignments(group, num_blocks) for role, group in groups.items() if num_blocks is not None
+        },
     )
 
 
@@ -294,6 +341,15 @@ def _sized(replayed: ReplayedEngine, group: _Group, num_blocks: int | None) -> R
         assert engine.max_batch_size is not None and engine.max_num_tokens is not None, "just checked"
         replayed = replace(replayed, max_num_seqs=engine.max_batch_size, max_num_batched_tokens=engine.max_num_tokens)
     return replace(replayed, num_blocks=num_blocks or engine.num_pool_blocks)
+
+
+def _pool_assignments(group: _Group, num_blocks: int) -> list[str]:
+    """Give the workers of ``group`` so many blocks, whatever the topology says of all workers or of these."""
+    path, engine = f"workers.{group.name}.engine", group.engine
+    found = [f"{path}.num_blocks={num_blocks}"]
+    if engine.kind is EngineKind.TORCH and engine.free_gpu_memory_fraction is not None:
+        found.append(f"{path}.free_gpu_memory_fraction=null")  # it takes one of the two
+    return found
 
 
 def _tiers(engine: EngineSettings, replayed: ReplayedEngine) -> TierSettings | None:

@@ -73,5 +73,9 @@ def _draw_strains(axes: Axes, compared: Mapping[str, Tried], targets: Sequence[T
 
 def _compared(plan: Plan) -> Mapping[str, Tried]:
     """What to start, or what comes nearest, with the others that are worth a look."""
-    candidates = (plan.chosen or plan.nearest, plan.beside, plan.disaggregated)
+    candidates: Sequence[Tried | None]
+    if plan.chosen is None:
+        candidates = (plan.nearest, plan.nearest_other)
+    else:
+        candidates = (plan.chosen, plan.beside, plan.disaggregated)
     return {str(tried.shape): tried for tried in candidates if tried is not None and tried.result is not None}

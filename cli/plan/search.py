@@ -68,6 +68,7 @@ class Tried:
         missed: the targets that it does not meet.
         strain: the largest of all latencies over their limits: at most 1 if it meets the targets.
         given_up: why its replay was ended early; empty: it was not.
+        given_up_at_s: when that was, in the replay's seconds.
     """
 
     shape: Shape
@@ -75,6 +76,7 @@ class Tried:
     missed: Sequence[Target] = ()
     strain: float = inf
     given_up: str = ""
+    given_up_at_s: float = 0.0
 
     @property
     def meets(self) -> bool:
@@ -135,31 +137,51 @@ class Plan:
 
     @property
     def nearest(self) -> Tried:
-        """The fleet that comes nearest to the targets."""
-        return min(self.tried, key=lambda tried: (tried.strain, tried.shape.size))
+        """The fleet that comes nearest to the targets, of those that were replayed to their end."""
+        return min(self.tried, key=_distance)
+
+    @property
+    def nearest_other(self) -> Tried | None:
+        """The same of the other kind: aggregated if ``nearest`` is not. ``None``: none was replayed to its end."""
+        kind = self.nearest.shape.is_aggregated
+        others = [one for one in self.tried if one.result is not None and one.shape.is_aggregated is not kind]
+        return min(others, key=_distance, default=None)
 
     def verdict(self) -> str:
         """The answer to: should I disaggregate at all?"""
         together, apart = self.aggregated, self.disaggregated
         if self.chosen is None:
-            return (
-                f"No fleet of up to {self.max_workers} workers meets the targets. The nearest, {self.nearest.shape}, "
-                f"misses them: {self.nearest.reason}."
-            )
+            return self._nearest_ones()
         if apart is None:
             assert together is not None, "one of them was chosen"
             others = f"; no {together.shape.size} of two kinds do" if together.shape.size > 1 else ""
             return f"Don't disaggregate: {together.shape} {_meet(together)} the targets{others}."
         if together is None or apart.shape.size < together.shape.size:
-            others = f"as do up to {self.max_workers}" if together is None else f"it takes {together.shape.size}"
             return (
                 f"Disaggregate: {apart.shape} meet the targets. {self.beside.shape} miss them "
-                f"({self.beside.reason}); {others}."
+                f"({self.beside.reason}){self._others()}."
             )
         return (
             f"No need to disaggregate: {together.shape} meet the targets, and come to {together.strain:.0%} of the "
             f"tightest. As many of two kinds, {apart.shape}, come to {apart.strain:.0%}."
         )
+
+    def _nearest_ones(self) -> str:
+        """How near fleets of both kinds come to the targets, which none meets."""
+        nearest, other = self.nearest, self.nearest_other
+        of_those = " of those replayed to their end" if any(one.result is None for one in self.tried) else ""
+        beside = f" {other.shape}: {other.reason}." if other is not None else ""
+        return (
+            f"No fleet of {_workers(self.max_workers)} meets the targets. The nearest{of_those}, {nearest.shape}, "
+            f"misses them: {nearest.reason}.{beside}"
+        )
+
+    def _others(self) -> str:
+        """What became of the other aggregated fleets, as far as they were replayed."""
+        if self.aggregated is not None:
+            return f"; {self.aggregated.shape.size} meet them"
+        largest = self.max_workers
+        return f", and so do {largest}" if largest > self.beside.shape.size else ", and more were not tried"
 
 
 def find(try_shape: TryShape, max_workers: int) -> Plan:
@@ -179,6 +201,8 @@ def find(try_shape: TryShape, max_workers: int) -> Plan:
             size = found.shape.size
             apart = found if apart is None else min(apart, found, key=lambda one: (one.shape.size, one.strain))
     beside = search.whole(Shape(0, size))
+    if together is None and apart is None:
+        search.finish_likeliest_apart()
     return Plan(
         max_workers=max_workers,
         tried=search.tried,
@@ -208,6 +232,12 @@ class _Search:
             known = self._tried[shape] = self._try_shape(shape, True)
         return known
 
+    def finish_likeliest_apart(self) -> None:
+        """Replay that disaggregated fleet to its end which came farthest before it was given up, if one was."""
+        given_up = [one for one in self.tried if one.result is None and not one.shape.is_aggregated]
+        if given_up:
+            self.whole(max(given_up, key=lambda one: one.given_up_at_s).shape)
+
     def least(self, shapes: Sequence[Shape]) -> Tried | None:
         """The first of ``shapes``, each of which has one more worker than the last, that meets the targets."""
         if not shapes or not self._meets(shapes[-1]):
@@ -232,6 +262,15 @@ class _Search:
     def _fails_by_others(self, shape: Shape) -> bool:
         """Whether a fleet with at least its workers of either kind was tried, and missed the targets."""
         return any(not one.meets and one.shape.has_all_of(shape) for one in self._tried.values())
+
+
+def _distance(tried: Tried) -> tuple[float, int]:
+    """How far a fleet is from the targets; of two that are as far the smaller comes first."""
+    return tried.strain, tried.shape.size
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
 
 
 def _meet(tried: Tried) -> str:

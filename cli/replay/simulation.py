@@ -66,12 +66,13 @@ class Patience:
 
 
 class GivenUpError(Exception):
-    """A replay was ended by its ``patience`` when ``num_late`` requests, too many, had waited too long."""
+    """A replay was ended by its ``patience`` at ``at_s``, when ``num_late`` requests, too many, had waited too long."""
 
-    def __init__(self, patience: Patience, num_late: int) -> None:
+    def __init__(self, patience: Patience, num_late: int, at_s: float) -> None:
         super().__init__(f"{num_late} requests waited longer than {patience.ttft_s:g} s for their first token")
         self.patience = patience
         self.num_late = num_late
+        self.at_s = at_s
 
 
 class Simulation:
@@ -328,7 +329,7 @@ class _LateRequests:
             del self._waiting[number]
             self._num_late += 1
             if self._num_late > patience.most_late:
-                raise GivenUpError(patience, self._num_late)
+                raise GivenUpError(patience, self._num_late, now)
 
 
 class Prompts:

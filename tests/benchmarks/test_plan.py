@@ -14,9 +14,9 @@ from quartet.discovery.base import Role
 from services.topology.topology import plan_workers
 
 
-def run(ttft_p50: float, ttft_p95: float) -> LiveRun:
+def run(ttft_p50: float, ttft_p95: float, num_failed: int = 0) -> LiveRun:
     latencies = Latencies(ttft_p50=ttft_p50, ttft_p95=ttft_p95, itl_p50=70.0, itl_p95=80.0)
-    return LiveRun(latencies=latencies, num_failed=0, others_cores=0.0, client_cpu_share=0.0)
+    return LiveRun(latencies=latencies, num_failed=num_failed, others_cores=0.0, client_cpu_share=0.0)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -36,6 +36,14 @@ def test_the_bar_is_on_ttft_p50_and_p95_of_the_median_run() -> None:
     assert near.error["ttft_p95"] == pytest.approx(1 / 1.1 - 1)
     far = compare("aggregated", case, replayed, [run(p50, 1.2 * p95)])
     assert not far.meets_bar
+
+
+def test_a_case_with_a_failed_request_misses_the_bar() -> None:
+    case = CASES["aggregated"]
+    replayed = foretell(case, 12)
+    runs = [run(replayed.ttft_ms.p50, replayed.ttft_ms.p95, num_failed) for num_failed in (0, 1, 0)]
+    assert not compare("aggregated", case, replayed, runs).meets_bar
+    assert compare("aggregated", case, replayed, [runs[0], runs[2]]).meets_bar
 
 
 def test_percentiles_of_live_runs_are_those_of_replays() -> None:

@@ -32,8 +32,9 @@ class Scene:
 
     def __init__(self, *, num_requests: int = 16, max_waiting: int = 100, poll_interval_s: float = TIMEOUT_S) -> None:
         self.now = 0.0
+        self.capacity = Capacity(1000, num_requests)
         self.budgets = UntakenBudgets[str](
-            lambda _pool: Capacity(1000, num_requests),
+            lambda _pool: self.capacity,
             share=0.5,
             max_waiting=max_waiting,
             timeout_s=TIMEOUT_S,
@@ -204,6 +205,18 @@ async def test_time_that_a_callers_placements_lay_untaken_counts_together() -> N
         untaken.drop()
     with pytest.raises(PlacementBudgetError, match="this caller's held more than 15000 token-seconds"):
         scene.budgets.check("front/new", POOL)
+
+
+async def test_a_pool_whose_workers_are_gone_has_the_budgets_that_it_had() -> None:
+    scene = Scene()
+    [mine, theirs] = [*await scene.signed(1), *await scene.signed(1, tenant="front/b")]
+    scene.now = 10.0
+    for untaken in (mine, theirs):
+        untaken.drop()
+    scene.capacity = Capacity(0, 0)
+    scene.budgets.check("a", POOL)
+    scene.budgets.check("front/b", POOL)
+    assert [*await scene.signed(1), *await scene.signed(1, tenant="front/b")]
 
 
 async def test_one_call_alone_is_let_through_whatever_its_size() -> None:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from cli.plan.fleet import MeasuredFleet, PlannedFleet, Speeds, plan_fleet
 from cli.plan.search import Shape
-from quartet.client import WorkerState, WorkerStatus
-from quartet.discovery.base import HostIdentity, Role, WorkerRecord
+from quartet.client import WorkerStatus
+from quartet.config import build
+from quartet.discovery.base import Role
 from quartet.engine.mock.model import StepTiming
 from quartet.errors import ConfigError
-from quartet.events.load import RankLoad, StepTime, WorkerLoad
+from quartet.events.load import StepTime
 from quartet.shipped import topologies
 from router.policy.create import PolicyName
-
-_MEASURED = StepTime(
-    prefill_base_s=0.02,
-    prefill_s_per_token=1e-4,
-    prefill_s_per_token2=1e-9,
-    decode_base_s=0.008,
-    decode_s_per_context_token=1e-7,
-)
+from services.topology.groups import GroupChoices
+from services.topology.topology import Topology, plan_workers, read_settings
+from services.workers.config import WorkerConfig
+from tests.cli.plan.fleets import MEASURED, status
 
 
 def plan(
@@ -43,28 +43,6 @@ def plan(
         kv_bytes_per_token=None,
         transfer_gb_per_s=50.0,
     )
-
-
-def status(role: Role, number: int, step_time: StepTime | None = _MEASURED, **load: int) -> WorkerStatus:
-    record = WorkerRecord(
-        worker_id=f"{role}-{number}",
-        role=role,
-        epoch=1,
-        grpc_address="127.0.0.1:1",
-        events_address="",
-        model_name="m",
-        host=HostIdentity(boot_id="boot", ipc_namespace="ipc"),
-        transfer_ways=(),
-        contract_version="1",
-        model_fingerprint="f",
-        num_blocks=100,
-        block_size=16,
-        max_model_len=4000,
-        sampling_fields=(),
-    )
-    sizes = {"num_total_blocks": 100, "max_running": 32, "max_step_tokens": 512, **load}
-    report = WorkerLoad(worker_id=record.worker_id, epoch=1, ranks=(RankLoad(step_time=step_time, **sizes),))
-    return WorkerStatus(record=record, state=WorkerState.READY, load=report, load_age_s=0.0, num_requests=0)
 
 
 def test_a_topology_gives_engines_policy_and_speeds(tmp_path: Path) -> None:
@@ -91,15 +69,52 @@ workers:
     assert fleet.max_request_tokens == 9000
     assert plan(file, "engine.max_model_len=90000").max_request_tokens == 500 * 32
     assert fleet.of(Shape(2, 3)).num_prefill_workers == 2
-    assert fleet.how_to_start(Shape(2, 3)) == f"quartet up {file} --replicas big=2 --replicas decode=3"
+    assert fleet.how_to_start(Shape(2, 3)).command == f"quartet up {file} --replicas big=2 --replicas decode=3"
 
 
 def test_a_topology_without_prefill_workers_says_what_it_lacks() -> None:
     fleet = plan("agg", speeds=Speeds(prefill_tokens_per_s=10_000, decode_step_ms=10), num_blocks=2000)
-    assert fleet.how_to_start(Shape(0, 2)) == "quartet up agg --replicas decode=2"
-    assert fleet.how_to_start(Shape(1, 2)) == (
-        "quartet up agg --replicas decode=2   (with a group of the role prefill and replicas: 1 in the file)"
+    blocks = "--set workers.decode.engine.num_blocks=2000"
+    assert str(fleet.how_to_start(Shape(0, 2))) == f"Start it: quartet up agg {blocks} --replicas decode=2"
+    start = fleet.how_to_start(Shape(1, 2))
+    assert not start.command, "none can be run as it is"
+    assert str(start) == (
+        "To start it, copy the file of agg, which has no group of the role prefill, add {role: prefill, replicas: 1} "
+        f"to its workers, and give quartet up the copy and {blocks} --replicas decode=2."
     )
+
+
+def test_a_fleet_without_a_topology_has_no_command_that_starts_it() -> None:
+    fleet = plan(None, measured=MeasuredFleet.of([status(Role.DECODE, 0)]))
+    start = fleet.how_to_start(Shape(1, 2))
+    assert not start.command
+    assert str(start) == (
+        "To start it, give quartet up the fleet's topology and --replicas prefill=1 --replicas decode=2."
+    )
+
+
+@pytest.mark.parametrize(
+    ("topology", "assignments"),
+    [
+        ("mock_fleet", ()),
+        ("mock_fleet", ("workers.prefill.engine.num_blocks=50", "engine.num_blocks=60")),
+        ("gpu/disagg", ()),
+    ],
+)
+def test_stated_blocks_are_those_of_the_workers_that_the_command_starts(
+    topology: str, assignments: tuple[str, ...]
+) -> None:
+    speeds = Speeds(prefill_tokens_per_s=10_000, decode_step_ms=10)
+    fleet = plan(topology, *assignments, speeds=speeds, num_blocks=2000)
+    words = shlex.split(fleet.how_to_start(Shape(1, 1)).command)
+    assert words[:3] == ["quartet", "up", topology]
+    given = {option: [value for name, value in pairwise(words) if name == option] for option in ("--set", "--replicas")}
+    choices = GroupChoices(replicas=given["--replicas"])
+    started = build(Topology, read_settings(topologies()[topology], given["--set"], {}, choices))
+    engines = [build(WorkerConfig, each.settings).engine for each in plan_workers(started, num_cores=1)]
+    assert [engine.num_blocks for engine in engines] == [2000, 2000]
+    alone = fleet.how_to_start(Shape(0, 2)).command
+    assert "workers.prefill.engine.num_blocks=2000" not in alone, "there is none"
 
 
 def test_what_is_stated_takes_the_place_of_a_part() -> None:
@@ -124,8 +139,8 @@ def test_a_running_fleet_gives_what_its_workers_have_measured() -> None:
     assert prefill is not None
     assert (prefill.num_blocks, decode.num_blocks) == (40, 100)
     assert (decode.block_size, decode.max_num_seqs, decode.max_num_batched_tokens) == (16, 32, 512)
-    assert decode.timing.prefill_ms(1000) == pytest.approx(1e3 * _MEASURED.prefill_s(1000))
-    assert decode.timing.decode_ms(5000) == pytest.approx(1e3 * _MEASURED.decode_s(5000))
+    assert decode.timing.prefill_ms(1000) == pytest.approx(1e3 * MEASURED.prefill_s(1000))
+    assert decode.timing.decode_ms(5000) == pytest.approx(1e3 * MEASURED.decode_s(5000))
     assert fleet.max_request_tokens == 40 * 16
     assert fleet.speeds_from == "measured by the running fleet"
     alone = plan("mock_fleet", measured=MeasuredFleet.of([status(Role.DECODE, 0)]), speeds=Speeds(decode_step_ms=9.0))
@@ -151,6 +166,16 @@ def test_a_running_fleet_gives_what_its_workers_have_measured() -> None:
 def test_a_running_fleet_that_knows_too_little_says_so(workers: list[WorkerStatus], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^--from-fleet: .*{message}"):
         MeasuredFleet.of(workers)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_running_fleet_with_several_ranks_a_worker_is_refused_as_such_a_topology_is(role: Role) -> None:
+    workers = [status(Role.PREFILL, 0), status(Role.DECODE, 0)]
+    [one] = [worker for worker in workers if worker.record.role is role]
+    assert one.load is not None
+    two = replace(one, load=replace(one.load, ranks=2 * one.load.ranks))
+    with pytest.raises(ConfigError, match=f"^--from-fleet: {role}-0 has 2 ranks .*a plan is for workers of one rank"):
+        MeasuredFleet.of([two if worker is one else worker for worker in workers])
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_where_fewer_workers_of_two_kinds_suffice_the_answer_is_to_disaggregate(
     assert plan.beside.shape == Shape(0, 4), "the aggregated fleet of the same size is replayed, too"
     assert plan.verdict() == (
         "Disaggregate: 2 Prefill and 2 Decode meet the targets. 4 workers that do both miss them "
-        "(TTFT p95 2000 ms over 1000, ITL p95 60 ms over 50); it takes 6."
+        "(TTFT p95 2000 ms over 1000, ITL p95 60 ms over 50); 6 meet them."
     )
 
 
@@ -102,20 +102,27 @@ def test_one_worker_that_suffices_needs_no_comparison() -> None:
 
 
 def test_where_only_two_kinds_suffice_the_aggregated_fleets_reason_is_named() -> None:
-    plan = Fleets(lambda shape: shape.num_prefill >= 1 and shape.num_decode >= 3).find(4)
+    def is_enough(shape: Shape) -> bool:
+        return shape.num_prefill >= 1 and shape.num_decode >= 3
+
+    plan = Fleets(is_enough).find(4)
     assert plan.aggregated is None
     assert plan.verdict() == (
         "Disaggregate: 1 Prefill and 3 Decode meet the targets. 4 workers that do both miss them "
-        "(TTFT p95 2000 ms over 1000, ITL p95 60 ms over 50); as do up to 4."
+        "(TTFT p95 2000 ms over 1000, ITL p95 60 ms over 50), and more were not tried."
     )
+    plan = Fleets(is_enough).find(8)
+    assert [tried.shape.size for tried in plan.tried if tried.shape.is_aggregated] == [4, 8]
+    assert plan.verdict().endswith("ITL p95 60 ms over 50), and so do 8."), "5 to 7 were not replayed"
 
 
 def test_where_none_suffices_the_nearest_is_named() -> None:
     plan = Fleets(lambda _shape: False).find(4)
     assert plan.chosen is None
     assert plan.verdict() == (
-        "No fleet of up to 4 workers meets the targets. The nearest, 4 workers that do both, misses them: "
-        "TTFT p95 2000 ms over 1000, ITL p95 60 ms over 50."
+        "No fleet of 4 workers meets the targets. The nearest, 4 workers that do both, misses them: "
+        "TTFT p95 2000 ms over 1000, ITL p95 60 ms over 50. "
+        "1 Prefill and 3 Decode: TTFT p95 2000 ms over 1000, ITL p95 60 ms over 50."
     )
     assert {tried.shape for tried in plan.tried} == {Shape(0, 4), Shape(1, 3), Shape(2, 2), Shape(3, 1)}
 
@@ -127,6 +134,26 @@ def test_a_replay_that_was_given_up_is_run_to_its_end_where_it_is_compared() -> 
     assert plan.chosen.shape == Shape(2, 2)
     assert plan.beside.result is not None
     assert [shape for shape, is_whole in fleets.asked if is_whole] == [Shape(0, 4)]
+
+
+def test_where_none_suffices_the_likeliest_disaggregated_fleet_is_not_given_up() -> None:
+    asked: list[tuple[Shape, bool]] = []
+
+    def try_shape(shape: Shape, is_whole: bool) -> Tried:
+        asked.append((shape, is_whole))
+        if is_whole:
+            return judge(shape, result(2000 if shape.is_aggregated else 1100, 40), [TTFT, ITL])
+        at_s = 30.0 if shape == Shape(3, 2) else 10.0
+        return Tried(shape=shape, result=None, given_up="given up: too late", given_up_at_s=at_s)
+
+    plan = find(try_shape, 5)
+    assert [shape for shape, is_whole in asked if is_whole] == [Shape(0, 5), Shape(3, 2)]
+    assert plan.nearest.shape == Shape(3, 2)
+    assert plan.nearest_other is plan.beside
+    assert plan.verdict() == (
+        "No fleet of 5 workers meets the targets. The nearest of those replayed to their end, 3 Prefill and 2 Decode, "
+        "misses them: TTFT p95 1100 ms over 1000. 5 workers that do both: TTFT p95 2000 ms over 1000."
+    )
 
 
 @given(
