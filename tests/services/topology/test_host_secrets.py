@@ -209,6 +209,22 @@ def test_a_key_that_was_replaced_goes_to_all_hosts(topology: Topology, tmp_path:
     assert set(changed) == {"authority/events_key", "hosts/left/events_key", "hosts/right/events_key"}
 
 
+def test_what_the_docs_remove_to_lock_out_a_host_leaves_the_others_nothing_that_it_had(tmp_path: Path) -> None:
+    hosts = {**SETTINGS["hosts"], "third": {"address": "10.0.0.3"}}  # type: ignore[dict-item]
+    workers = [*SETTINGS["workers"], {"role": "decode", "host": "third"}]  # type: ignore[misc]
+    provide(build_topology({**SETTINGS, "hosts": hosts, "workers": workers}), tmp_path)
+    (tmp_path / "authority/etcd/root_password").write_bytes(b"of root\n")
+    before = contents(tmp_path)
+    for name in ("hosts/third", "authority/grpc"):
+        shutil.rmtree(tmp_path / name)
+    for name in ("events_key", "signing_keys", "http_keys", "etcd/ca.key", "etcd/password"):
+        (tmp_path / "authority" / name).unlink()
+    provide(build_topology(SETTINGS), tmp_path)
+    after = contents(tmp_path)
+    assert after.keys() == {name for name in before if not name.startswith("hosts/third/")}
+    assert [name for name, content in after.items() if content == before[name]] == ["authority/etcd/root_password"]
+
+
 def test_certificates_of_an_authority_that_was_lost_are_made_anew(topology: Topology, tmp_path: Path) -> None:
     provide(topology, tmp_path)
     shutil.rmtree(tmp_path / "authority/grpc")
