@@ -10,6 +10,7 @@ files that ship with Quartet.
 from __future__ import annotations
 
 import difflib
+import errno
 import math
 import os
 import re
@@ -166,17 +167,23 @@ def read_secret_file(path: Path, setting: str, max_bytes: int) -> bytes:
 
 
 def write_secret_file(path: Path, content: bytes) -> Path:
-    """Write a file that only its owner can open, as ``write_whole_file`` does; returns its path."""
-    return write_whole_file(path, content, mode=0o600)
+    """Write a new file that only its owner can open, whole or not at all; returns its path.
+
+    Raises:
+        OSError: the file exists already or can't be written.
+    """
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    return write_whole_file(path, content)
 
 
-def write_whole_file(path: Path, content: bytes, *, mode: int) -> Path:
+def write_whole_file(path: Path, content: bytes, *, mode: int = 0o600) -> Path:
     """Write a file, or replace the one that is there; whoever reads it finds all of either. Returns its path.
 
     Args:
         path: the file.
         content: all of it.
-        mode: its permissions, less the process's umask.
+        mode: its permissions, less the process's umask. By default only its owner can open it.
 
     Raises:
         OSError: it can't be written. Then ``path`` is as it was.

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config import PathText, build, escape_path, expand_path, load_yaml, override, write_secret_file
+from quartet.config import (
+    PathText,
+    build,
+    escape_path,
+    expand_path,
+    load_yaml,
+    override,
+    write_secret_file,
+    write_whole_file,
+)
 from quartet.errors import ConfigError
 
 
@@ -283,7 +292,9 @@ def test_a_secret_is_replaced_as_a_whole_and_only_its_owner_can_open_it(
 ) -> None:
     file = tmp_path / "key"
     file.write_bytes(b"old")
-    assert write_secret_file(file, b"new") == file
+    with pytest.raises(FileExistsError, match="key"):
+        write_secret_file(file, b"new")
+    assert write_whole_file(file, b"new") == file
     assert file.read_bytes() == b"new"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
@@ -292,5 +303,7 @@ def test_a_secret_is_replaced_as_a_whole_and_only_its_owner_can_open_it(
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_secret_file(file, b"newer")
+        write_whole_file(file, b"newer")
+    with pytest.raises(OSError, match="No space left"):
+        write_secret_file(tmp_path / "another", b"newer")
     assert [(path, path.read_bytes()) for path in tmp_path.iterdir()] == [(file, b"new")]

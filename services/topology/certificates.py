@@ -119,7 +119,7 @@ class CertificateAuthority:
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         certificate = _pem(builder.sign(self._key, hashes.SHA256()))
         cert_file = write_whole_file(directory / f"{file_stem}.pem", certificate, mode=_PUBLIC)
-        key_file = write_secret_file(directory / f"{file_stem}.key", _pem_of(key))
+        key_file = write_whole_file(directory / f"{file_stem}.key", _pem_of(key))
         return CertificateFiles(ca_file=self.ca_file, cert_file=cert_file, key_file=key_file)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from quartet.config import write_secret_file
+from quartet.config import write_whole_file
 from quartet.errors import ConfigError
 from quartet.events.curve import read_events_key
 from quartet.rpc.audience import IdentityKind
@@ -98,12 +98,13 @@ def _keys(topology: Topology, folder: SecretsFolder) -> Iterator[Path]:
         (own.http_keys, draw_api_key),
     ):
         if _is_unwritten(path):
+            path.unlink(missing_ok=True)
             yield draw(path.parent)
     read_events_key(own.events_key)
     SigningKeys(own.signing_keys)
     if _is_unwritten(own.etcd_password):
         password = secrets.token_urlsafe(_PASSWORD_BYTES)
-        yield write_secret_file(own.etcd_password, f"{password}\n".encode())
+        yield write_whole_file(own.etcd_password, f"{password}\n".encode())
     for name in topology.hosts:
         its = folder.host(name)
         copies = {its.events_key: own.events_key, its.signing_keys: own.signing_keys}
@@ -114,7 +115,7 @@ def _keys(topology: Topology, folder: SecretsFolder) -> Iterator[Path]:
         for copy, original in copies.items():
             content = original.read_bytes()
             if not copy.is_file() or copy.read_bytes() != content:
-                yield write_secret_file(copy, content)
+                yield write_whole_file(copy, content)
 
 
 def _is_unwritten(path: Path) -> bool:

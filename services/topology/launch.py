@@ -462,7 +462,7 @@ def draw_signing_key(directory: Path) -> Path:
     """Write a new key for signed starts to a file in ``directory`` that only its owner can read; returns its path.
 
     Raises:
-        OSError: the file can't be written.
+        OSError: the file exists already or can't be written.
     """
     line = f"{secrets.token_hex(4)} {secrets.token_hex(_SECRET_BYTES)}\n"
     return write_secret_file(directory / "signing_keys", line.encode())
