@@ -177,8 +177,9 @@ class GenerateRun:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that its choices have given so far."""
-        return sum([len(output.token_ids) for output in self._choices.outputs.values()])
+        """Tokens that its choices have given so far, without those that its client brought."""
+        num_tokens = sum([len(output.token_ids) for output in self._choices.outputs.values()])
+        return max(num_tokens - self._request.num_resumed_tokens, 0)
 
     def cancel(self) -> None:
         """End it early: each choice that has not ended ends as CANCELLED."""

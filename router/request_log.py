@@ -156,8 +156,10 @@ class RequestLog:
             # The choices share one prompt.
             model.prompt_tokens.inc(used.num_prompt_tokens)
             model.cached_tokens.inc(used.num_cached_tokens)
+        # Only one choice is resumed; the tokens that its client brought were shown before.
+        num_brought = self._request.num_resumed_tokens
         for usage in usages:
-            model.output_tokens.inc(usage.num_output_tokens)
+            model.output_tokens.inc(max(usage.num_output_tokens - num_brought, 0))
         for usage, spent in zip(usages, times, strict=False):
             model.duration.observe(spent.total_s or 0.0)
             if spent.first_token_s is not None:

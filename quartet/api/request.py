@@ -427,7 +427,7 @@ AnswerPart: TypeAlias = Accepted | Placed | PromptLogprobs | Delta | ChoiceFinis
 #: Choices of one request.
 MAX_CHOICES = 64
 
-_MAX_ATTEMPT = 2**31
+MAX_ATTEMPT = 2**31
 _MAX_PREFILL_NAMESPACES = 64
 
 #: Most ``stop_strings`` of one request.
@@ -489,8 +489,8 @@ def check_resume(resume: Resume, start: AskedStart) -> None:
     if not is_request_id(resume.request_id):
         message = "request_id is not 32 lower-case hexadecimal digits"
         raise InvalidRequestError(message, field="resume.request_id")
-    if not 1 <= resume.attempt <= _MAX_ATTEMPT:
-        raise InvalidRequestError(f"attempt must be in [1, {_MAX_ATTEMPT}]", field="resume.attempt")
+    if not 1 <= resume.attempt <= MAX_ATTEMPT:
+        raise InvalidRequestError(f"attempt must be in [1, {MAX_ATTEMPT}]", field="resume.attempt")
     if resume.choice >= start.num_choices:
         raise InvalidRequestError("the request has no such choice", field="resume.choice")
     if start.seed is not None and resume.seed != start.seed:

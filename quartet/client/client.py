@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -22,7 +21,7 @@ from quartet.api.request import GenerateStart
 from quartet.client.discovery import DiscoverySource, find_routers
 from quartet.client.generate import GenerateRequest
 from quartet.client.request import GenerateFields, RequestPath, check_size, check_traceparent, make_start, to_path
-from quartet.client.resume import RESUME_TIMEOUT_S
+from quartet.client.resume import MAX_RESUME_TIMEOUT_S, RESUME_TIMEOUT_S
 from quartet.client.routers import FindRouters, Router, Routers
 from quartet.client.session import SessionRequest
 from quartet.client.stream import ClientRequest, Completion, CompletionBuilder, GenerateStream
@@ -69,14 +68,14 @@ class QuartetClient:
             target: router addresses, ``host:port``, in the order to try.
             tls: certificates; ``None``: no TLS.
             resume_timeout_s: seconds for which an answer whose router was lost waits for one that goes on with it; 0:
-                it fails.
+                it fails; at most 3,600.
             find: asked for addresses when no known router answers; see ``discover``.
 
         Raises:
             ConfigError: an address or a time is malformed, or a file of ``tls`` can't be used.
         """
-        if not 0 <= resume_timeout_s < math.inf:  # this also refuses NaN
-            raise ConfigError(f"resume_timeout_s is finite and not below 0, not {resume_timeout_s}")
+        if not 0 <= resume_timeout_s <= MAX_RESUME_TIMEOUT_S:  # this also refuses NaN
+            raise ConfigError(f"resume_timeout_s is from 0 to {MAX_RESUME_TIMEOUT_S:g}, not {resume_timeout_s}")
         self._routers = Routers([target] if isinstance(target, str) else target, tls, find)
         self._tls = tls
         self._resume_timeout_s = resume_timeout_s

@@ -12,7 +12,7 @@ import grpc
 from quartet.api.convert.answer import from_generate_response
 from quartet.api.convert.request import to_resume
 from quartet.api.request import AnswerPart, ChoiceFinished, GenerateStart, Resume
-from quartet.client.request import check_size, trace_metadata
+from quartet.client.request import check_resumed_size, check_size, trace_metadata
 from quartet.client.resume import RESUME_TIMEOUT_S, AnswerSoFar, Resumption, to_resumable_start
 from quartet.client.routers import (
     DEADLINE_GRACE_S,
@@ -115,8 +115,9 @@ class GenerateRequest:
                 num_finished += isinstance(part, ChoiceFinished)
                 yield part
         except grpc.aio.AioRpcError as error:
-            # If a cancel loses the race with the end, gRPC replaces the router's status with its own.
-            if error.details() != MADE_UP_DETAILS or num_finished < num_choices:
+            # The answer is whole once each choice has ended, whatever the status: the router may be lost before giving
+            # one, and if a cancel loses the race with the end, gRPC replaces the router's status with its own.
+            if num_finished < num_choices:
                 raise router.error(error, is_begun=call.is_begun) from error
         except (asyncio.CancelledError, grpc.aio.UsageError):
             # Closing a call's channel cancels the call, as if the reader had been cancelled, or refuses to open it.
@@ -130,7 +131,10 @@ class GenerateRequest:
             raise ProtocolError(f"the router ended the answer after {num_finished} of {num_choices} choices")
 
     def _make_call(self, router: Router, resume: Resume | None) -> _Call:
-        """The call of the request, or of what is left of it. Raises ``RequestTimeoutError``."""
+        """The call of the request, or of what is left of it.
+
+        Raises ``RequestTimeoutError``; ``MessageTooLargeError``: what is left, with the answer so far, can't be sent.
+        """
         timeout_s = self._answer.time_left_s()
         deadline_s = None if timeout_s is None else timeout_s + DEADLINE_GRACE_S
         if resume is None:
@@ -138,6 +142,7 @@ class GenerateRequest:
         message = router_pb2.GenerateRequest(start=self._start.start, resume=to_resume(resume))
         if timeout_s is not None:
             message.start.timeout.CopyFrom(to_duration(timeout_s))
+        check_resumed_size(message.ByteSize())
         return _Call(router, message, deadline_s, self._metadata)
 
 

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from quartet.api.chat import ChatPrompt, ToolChoice
 from quartet.api.request import GenerateStart, Prompt, TextOptions, TextPrompt, TokenPrompt, check_start
 from quartet.engine.sampling import OutputOptions, Sampling
-from quartet.errors import InvalidRequestError, MediaTooLargeError
+from quartet.errors import InvalidRequestError, MediaTooLargeError, MessageTooLargeError
 from quartet.media.items import MediaFile, MediaKind, MediaPart
 from quartet.rpc.channels import MAX_API_MESSAGE_BYTES
 from quartet.text.chat_message import ChatMessage, Tool, media_of
@@ -21,8 +21,11 @@ from quartet.text.json_object import JsonObject
 
 _DEFAULT_SAMPLING = Sampling()
 
-#: Bytes of each message for what wraps the request: its slot, or the attempt that it resumes.
+#: Bytes of each message for what wraps the request: its slot, or the attempt that it resumes, if its answer is short.
 _WRAPPING_BYTES = 64 * 1024
+
+#: Of these, for all but the answer so far: fields' lengths and the slot.
+_SLOT_BYTES = 64
 
 
 class GenerateFields(TypedDict, total=False):
@@ -167,6 +170,19 @@ def check_size(start: GenerateStart, message: Message) -> None:
     if (start.media or in_chat) and message.ByteSize() > MAX_API_MESSAGE_BYTES - _WRAPPING_BYTES:
         reason = f"with its media the request is longer than {MAX_API_MESSAGE_BYTES >> 20} MiB"
         raise MediaTooLargeError(reason, field="chat.messages" if in_chat else "media")
+
+
+def check_resumed_size(num_bytes: int) -> None:
+    """Refuse to resume by a message of ``num_bytes``, request and answer so far, that no router accepts.
+
+    As a request that is too long it would break the stream, and with a session's stream all other requests on it.
+
+    Raises:
+        MessageTooLargeError: it is longer, with what wraps it.
+    """
+    if num_bytes > MAX_API_MESSAGE_BYTES - _SLOT_BYTES:
+        reason = f"its answer so far makes the request longer than {MAX_API_MESSAGE_BYTES >> 20} MiB"
+        raise MessageTooLargeError(f"no router can go on with the lost one's answer: {reason}")
 
 
 def _to_json(value: Mapping[str, object]) -> JsonObject:

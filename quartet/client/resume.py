@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from quartet.api.convert.request import to_generate_start
 from quartet.api.request import (
+    MAX_ATTEMPT,
     Accepted,
     AnswerPart,
     ChoiceFinished,
@@ -23,7 +25,7 @@ from quartet.api.request import (
     Usage,
 )
 from quartet.api.shown import ShownChoice
-from quartet.client.routers import ClientClosedError, Router, RouterLostError, Routers
+from quartet.client.routers import Candidates, ClientClosedError, Router, RouterLostError, Routers
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import PromptLogprobs
 from quartet.errors import (
@@ -41,6 +43,9 @@ from quartet.v1 import router_pb2
 
 #: Seconds for which an answer waits for a router that goes on with it. One restarts within a few.
 RESUME_TIMEOUT_S = 10.0
+
+#: The longest that one may be told to wait: hours later nobody reads it.
+MAX_RESUME_TIMEOUT_S = 3600.0
 
 #: Routers that one choice may lose, the first included; then it fails. It may be why they are gone.
 MAX_LOST_ROUTERS = 3
@@ -60,6 +65,7 @@ _PASSING = (
 
 # Nobody knows how many attempts a lost router has made, or a router over several pools behind it.
 _ATTEMPTS_OF_A_ROUTER = 1_000_000
+_MAX_ASKED = MAX_ATTEMPT // _ATTEMPTS_OF_A_ROUTER
 
 # Between two rounds through all routers.
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
@@ -74,7 +80,7 @@ class _Choice(ShownChoice):
 
     Attributes:
         first_token_s: from the start to its first token; ``None``: none came.
-        num_resumed: times that a router was asked to go on with it.
+        num_resumed: times that a router was asked to go on with it. One that was never reached was not asked.
         num_broken: routers that had begun with it and were lost.
     """
 
@@ -120,6 +126,10 @@ class AnswerSoFar:
         """Choices that have not ended."""
         return [number for number, choice in enumerate(self._choices) if not choice.has_ended]
 
+    def has_ended(self, choice: int) -> bool:
+        """Whether the caller has the end of a choice."""
+        return self._choices[choice].has_ended
+
     def time_left_s(self) -> float | None:
         """Of the request's time; ``None``: it has no limit. Raises ``RequestTimeoutError``."""
         if self._timeout_s is None:
@@ -154,12 +164,19 @@ class AnswerSoFar:
         return True
 
     def resume(self, choice: int) -> Resume:
-        """How a router goes on with ``choice``; each time it is another attempt."""
+        """How a router goes on with ``choice``: another attempt than those that were ``asked``."""
         assert self._accepted is not None, "a router has named it"
         shown = self._choices[choice]
-        shown.num_resumed += 1
-        attempt = _ATTEMPTS_OF_A_ROUTER * shown.num_resumed
+        attempt = _ATTEMPTS_OF_A_ROUTER * (shown.num_resumed + 1)
         return shown.resume(choice, attempt, self._accepted, self._accepted.request_id)
+
+    def can_resume(self, choice: int) -> bool:
+        """Whether there is a number left for another attempt."""
+        return self._choices[choice].num_resumed < _MAX_ASKED
+
+    def asked(self, choice: int) -> None:
+        """A router may have got what ``resume`` gave."""
+        self._choices[choice].num_resumed += 1
 
     def take_resumed(self, part: AnswerPart, resume: Resume) -> AnswerPart | None:
         """Take a part of a choice's ``resume``; returns what the caller gets of it. Raises ``ProtocolError``."""
@@ -265,10 +282,14 @@ class Resumption:
         self._answer = answer
         self._timeout_s = timeout_s
         self._cancelled = asyncio.Event()
+        self._waits: set[asyncio.Timeout] = set()
 
     def cancel(self) -> None:
         """Choices that no router has end here."""
         self._cancelled.set()
+        for wait in self._waits:
+            if not wait.expired():
+                wait.reschedule(asyncio.get_running_loop().time())
 
     async def parts(self, leg: Leg, router: Router, error: ServingError) -> AsyncGenerator[AnswerPart, None]:
         """The rest, by ``leg``, of the answer that ``router`` began and broke with ``error``.
@@ -280,6 +301,8 @@ class Resumption:
             raise error
         self._routers.avoid(router)
         choices = self._answer.open_choices
+        if not choices:  # it was lost between the last choice's end and its own
+            return
         self._answer.lose(router, choices)
         parts = self._merged(leg, choices, error) if len(choices) > 1 else self._parts_of(leg, choices[0], error)
         async with aclosing(parts):
@@ -306,36 +329,76 @@ class Resumption:
                 await source.aclose()
 
     async def _parts_of(self, leg: Leg, choice: int, error: ServingError) -> AsyncGenerator[AnswerPart, None]:
-        answer, tries = self._answer, _Tries(self._timeout_s)
+        answer, tries, candidates = self._answer, Tries(self._timeout_s), self._routers.candidates()
         tries.lost(error, answer.num_tokens(choice))
         while not self._cancelled.is_set():
-            async for router in self._routers.candidates():
-                end, resume = _LegEnd(), answer.resume(choice)
-                async with aclosing(self._parts_at(leg(router, resume), router, resume, end)) as parts:
-                    async for part in parts:
-                        yield part
-                if end.error is None:
-                    return
-                if end.is_begun:
-                    answer.lose(router, [choice])
-                if end.is_loss(router):
-                    self._routers.avoid(router)
-                    tries.lost(end.error, answer.num_tokens(choice))
-                if end.is_begun:
-                    break
-                error = end.error
-            else:
-                await self._pause(tries.pause_s(error))
+            if (router := await self._reach(candidates, tries)) is None:
+                await self._pause(tries)
+                candidates = self._routers.candidates()
+                continue
+            if not answer.can_resume(choice):
+                tries.give_up()
+            end, resume = _LegEnd(is_reached=router.is_connected), answer.resume(choice)
+            async with aclosing(self._parts_at(leg(router, resume), resume, end)) as parts:
+                async for part in parts:
+                    yield part
+            if end.may_have_asked(router):
+                answer.asked(choice)
+            if end.error is None or answer.has_ended(choice):
+                return
+            tries.failed(end.error)
+            if end.is_begun:
+                answer.lose(router, [choice])
+                candidates = self._routers.candidates()
+            if end.is_loss(router):
+                self._routers.avoid(router)
+                tries.lost(end.error, answer.num_tokens(choice))
         yield answer.cancelled(choice)
 
+    async def _reach(self, candidates: Candidates, tries: Tries) -> Router | None:
+        """The next router that can be asked; ``None``: each was, or the choice is cancelled.
+
+        Raises ``ServingError``: the choice's time is up, or the request's, or the client was closed.
+        """
+        router: Router | None = None
+        try:
+            async with self._in_time(tries):
+                async for router in candidates:
+                    try:
+                        await router.connect()
+                    except ClientClosedError:
+                        raise
+                    except RouterUnavailableError as error:
+                        tries.failed(error)
+                    else:
+                        return router
+        except TimeoutError:
+            if not self._cancelled.is_set():
+                self._answer.time_left_s()
+                if router is not None:
+                    tries.failed(RouterUnavailableError(f"no router answers at {router.address} in time"))
+                tries.give_up()
+        return None
+
+    @asynccontextmanager
+    async def _in_time(self, tries: Tries) -> AsyncIterator[None]:
+        """End what waits within once time is up, or at a cancel. Raises ``TimeoutError``; ``RequestTimeoutError``."""
+        left_s, request_left_s = tries.left_s, self._answer.time_left_s()
+        if request_left_s is not None:
+            left_s = min(left_s, request_left_s)
+        async with asyncio.timeout(left_s) as wait:
+            self._waits.add(wait)
+            try:
+                yield
+            finally:
+                self._waits.discard(wait)
+
     async def _parts_at(
-        self, parts: AsyncGenerator[AnswerPart, None], router: Router, resume: Resume, end: _LegEnd
+        self, parts: AsyncGenerator[AnswerPart, None], resume: Resume, end: _LegEnd
     ) -> AsyncGenerator[AnswerPart, None]:
-        """What ``router`` goes on with, of its ``parts``; ``end`` has its error, unless no other could do better."""
+        """What a router goes on with, of its ``parts``; ``end`` has its error, unless no other could do better."""
         try:
             async with aclosing(parts):
-                await router.connect()
-                end.is_reached = router.is_connected
                 async for part in parts:
                     end.is_begun = True
                     if (shown := self._answer.take_resumed(part, resume)) is not None:
@@ -347,8 +410,10 @@ class Resumption:
                 raise
             end.error = error
 
-    async def _pause(self, seconds: float) -> None:
-        left_s = self._answer.time_left_s()
+    async def _pause(self, tries: Tries) -> None:
+        if self._cancelled.is_set():
+            return
+        seconds, left_s = tries.pause_s(), self._answer.time_left_s()
         if left_s is not None:
             seconds = min(seconds, left_s)
         with suppress(TimeoutError):
@@ -361,14 +426,18 @@ class _LegEnd:
     """How one router ended its part of a choice.
 
     Attributes:
-        error: ``None``: with the end of the choice.
         is_reached: there was a connection to it.
+        error: ``None``: with the end of the choice.
         is_begun: it had given something.
     """
 
+    is_reached: bool
     error: ServingError | None = None
-    is_reached: bool = False
     is_begun: bool = False
+
+    def may_have_asked(self, router: Router) -> bool:
+        """Whether the choice may have got to ``router``."""
+        return self.is_reached or self.is_begun or router.is_connected or not isinstance(self.error, RouterLostError)
 
     def is_loss(self, router: Router) -> bool:
         """Whether the choice may be why ``router`` is gone."""
@@ -377,14 +446,16 @@ class _LegEnd:
         return self.is_begun or is_gone
 
 
-class _Tries:
+class Tries:
     """What one choice has tried since it was lost."""
 
     def __init__(self, timeout_s: float) -> None:
+        """It is given up ``timeout_s`` seconds after the last loss."""
         self._timeout_s = timeout_s
         self._num_lost = self._num_pauses = self._num_tokens = 0
         self._give_up_at = 0.0
         self._loss: ServingError | None = None
+        self._error: ServingError | None = None
 
     def lost(self, error: ServingError, num_tokens: int) -> None:
         """One more router is lost, or drains; the choice has so many tokens. The time to find another begins.
@@ -396,17 +467,34 @@ class _Tries:
         self._num_lost += is_failure
         if self._num_lost >= MAX_LOST_ROUTERS:
             raise error
-        self._loss, self._num_tokens, self._num_pauses = error, num_tokens, 0
+        self._loss = self._error = error
+        self._num_tokens, self._num_pauses = num_tokens, 0
         self._give_up_at = time.monotonic() + self._timeout_s
 
-    def pause_s(self, error: ServingError) -> float:
-        """Seconds until the next round; the last one ended with ``error``. Raises it if time is up."""
-        pause_s = min(_FIRST_PAUSE_S * 2.0**self._num_pauses, _MAX_PAUSE_S)
-        if error.retry_delay_s is not None:
-            pause_s = max(error.retry_delay_s, pause_s)
+    def failed(self, error: ServingError) -> None:
+        """A router could not be reached, or refused with ``error``."""
+        self._error = error
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it is given up; below 0: it should be."""
+        return self._give_up_at - time.monotonic()
+
+    def pause_s(self) -> float:
+        """Seconds until the next round. Raises what the last one ended with if time is up."""
+        # All that one router ran are lost, or refused, at the same time: let them not ask at the same time.
+        pause_s = min(_FIRST_PAUSE_S * 2.0**self._num_pauses, _MAX_PAUSE_S) * random.uniform(0.5, 1.0)
+        if self._error is not None and self._error.retry_delay_s is not None:
+            pause_s += self._error.retry_delay_s
         self._num_pauses += 1
-        if time.monotonic() + pause_s <= self._give_up_at:
-            return pause_s
-        if self._loss is not None and isinstance(error, RouterUnavailableError):
-            raise RouterUnavailableError(f"{self._loss.message}; since then {error.message}") from error
-        raise error
+        if pause_s > self.left_s:
+            self.give_up()
+        return pause_s
+
+    def give_up(self) -> NoReturn:
+        """Raise why no router goes on."""
+        assert self._loss is not None and self._error is not None, "something was lost"
+        if self._error is not self._loss and isinstance(self._error, RouterUnavailableError):
+            message = f"{self._loss.message}; since then {self._error.message}"
+            raise RouterUnavailableError(message) from self._error
+        raise self._error

@@ -10,7 +10,7 @@ from quartet.api.answer import Answer
 from quartet.api.convert.request import to_resume
 from quartet.api.request import AnswerPart, GenerateStart, Resume
 from quartet.api.session_client import SessionCall
-from quartet.client.request import check_size
+from quartet.client.request import check_resumed_size, check_size
 from quartet.client.resume import LOST, RESUME_TIMEOUT_S, AnswerSoFar, Resumption, to_resumable_start
 from quartet.client.routers import DEADLINE_GRACE_S, MAX_OPENINGS, MAX_UNREAD, Router, Routers
 from quartet.errors import (
@@ -124,6 +124,8 @@ class SessionRequest:
             self._start.timeout.CopyFrom(to_duration(timeout_s))
         answer = Answer(max_unread=MAX_UNREAD)
         resuming = None if resume is None else to_resume(resume)
+        if resuming is not None:
+            check_resumed_size(self._start.ByteSize() + resuming.ByteSize() + len(self._traceparent))
         call = router.session.start(self._start, answer, self._traceparent, resuming)
         if self._is_cancelled:
             call.cancel()

@@ -48,7 +48,7 @@ class ParsedBuilder:
         num_characters: of reasoning and arguments.
     """
 
-    __slots__ = ("_arguments", "_calls", "_reasoning", "num_characters")
+    __slots__ = ("_arguments", "_calls", "_places", "_reasoning", "num_characters")
 
     def __init__(self) -> None:
         """Nothing came."""
@@ -56,6 +56,7 @@ class ParsedBuilder:
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
         self._arguments: list[list[str]] = []
+        self._places: dict[int, int] = {}  # by index, where a call is in both
 
     def add(self, reasoning: str, tool_calls: Iterable[ToolCallDelta]) -> None:
         """Take more."""
@@ -64,12 +65,14 @@ class ParsedBuilder:
             self.num_characters += len(reasoning)
         for call in tool_calls:
             self.num_characters += len(call.arguments)
-            if self._calls and self._calls[-1].index == call.index:
-                known = self._calls[-1]
+            # A router that goes on for another may say again of any call that it is complete.
+            if (place := self._places.get(call.index)) is not None:
+                known = self._calls[place]
                 known.id, known.name = known.id or call.id, known.name or call.name
                 known.is_complete |= call.is_complete
-                self._arguments[-1].append(call.arguments)
+                self._arguments[place].append(call.arguments)
             else:
+                self._places[call.index] = len(self._calls)
                 self._calls.append(ToolCallDelta(call.index, call.id, call.name, "", call.is_complete))
                 self._arguments.append([call.arguments])
 
@@ -80,7 +83,7 @@ class ParsedBuilder:
 
     @property
     def tool_calls(self) -> tuple[ToolCallDelta, ...]:
-        """One for each call, in order."""
+        """One for each call, in the order in which they began."""
         for call, arguments in zip(self._calls, self._arguments, strict=True):
             call.arguments = "".join(arguments)
         return tuple(self._calls)
@@ -209,6 +212,7 @@ class GivenParts:
         self._num_text_bytes = num_text_bytes
         self._num_reasoning_bytes = num_reasoning_bytes
         self._num_calls = num_calls
+        self._last_call = num_calls - 1
         self._num_argument_bytes = num_argument_bytes
 
     @property
@@ -225,12 +229,13 @@ class GivenParts:
 
     def _leave_out_call(self, call: ToolCallDelta, errors: str) -> ToolCallDelta | None:
         arguments, self._num_argument_bytes = _without(call.arguments, self._num_argument_bytes, errors)
-        if not call.name:
-            return ToolCallDelta(call.index, "", "", arguments, call.is_complete)
-        if not self._num_calls:
+        if call.name and not self._num_calls:
             return ToolCallDelta(call.index, call.id, call.name, arguments, call.is_complete)
-        self._num_calls -= 1
-        # Whether its client also has its end is not known; to say it twice does no harm.
+        if call.name:
+            self._num_calls -= 1
+        if call.index < self._last_call and not arguments:
+            return None  # its end came before the next call began
+        # Whether its client also has the end of the last one is not known; to say it twice does no harm.
         return ToolCallDelta(call.index, "", "", arguments, call.is_complete)
 
 

@@ -25,8 +25,10 @@ from router.global_router.pools import Chosen, Pool, Pools, Wish, rank_within
 from router.prepare import (
     RouterRequest,
     check_chat_of_model,
+    check_generated,
     check_pool,
     find_pool,
+    max_sequence_tokens,
     num_output_tokens,
     tokenize_request,
 )
@@ -51,7 +53,10 @@ async def prepare_to_relay(request: RouterRequest, context: RouterContext) -> No
     check_chat_of_model(start, pool, text)
     token_ids = await tokenize_request(request, context)
     num_output_tokens(start, len(token_ids), pool)
-    request.resume = None if resume is None else resume.read()
+    if resume is not None:
+        # They are what its client has so far, in metrics and records, even if every pool refuses them.
+        check_generated(resume, text.vocab_size, max_sequence_tokens(pool) - len(token_ids))
+        request.resume = resume.read()
     # It is tokenized again where it runs: a chat's answer is parsed only of a chat.
     request.start = replace(start, model=pool.key.model_name, tenant=request.asked.tenant)
 

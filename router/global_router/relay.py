@@ -72,8 +72,9 @@ class RelayRun(GenerateRun):
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that its choices have given so far."""
-        return sum([len(progress.token_ids) for progress in self._progress.values()])
+        """Tokens that its choices have given so far, without those that its client brought."""
+        num_tokens = sum([len(progress.token_ids) for progress in self._progress.values()])
+        return max(num_tokens - self._request.num_resumed_tokens, 0)
 
     def cancel(self) -> None:
         """End it early: the pool's router ends each choice. If that does not answer, each ends here."""

@@ -18,7 +18,7 @@ from quartet.engine.sampling import PromptLogprobs, TokenLogprobs
 from quartet.errors import InvalidRequestError
 from quartet.text.chat_message import Tool
 from quartet.text.model_text import ModelText
-from quartet.text.parsed import OutputParsing, Parsed, ParsedBuilder, ToolCallDelta
+from quartet.text.parsed import GivenParts, OutputParsing, Parsed, ParsedBuilder, ToolCallDelta
 from quartet.text.tokenizer import Tokenizer
 from tests.text import builders
 
@@ -141,7 +141,7 @@ def whole(parsers: tuple[str, str], output: str, choice: int = 0) -> Sequence[To
     cuts=st.lists(st.integers(1, 120), max_size=12),
     overlap=st.integers(0, 3),
     streams=st.booleans(),
-    resumed_after=st.none() | st.integers(0, 120),
+    resumed_after=st.none() | st.integers(0, max(len(encoded(output)) for _, output, _ in OUTPUTS)),
     stops=st.sampled_from([(), ("never",)]),
 )
 def test_the_parts_are_the_same_however_tokens_come(
@@ -243,3 +243,19 @@ def test_parts_of_calls_are_joined_by_their_numbers() -> None:
     assert builder.reasoning == "ab"
     assert builder.tool_calls == (ToolCallDelta(0, "x", "f", "{}", True), ToolCallDelta(1, "y", "g", "{}", True))
     assert builder.num_characters == 6
+
+
+def test_an_end_that_is_said_again_makes_no_call() -> None:
+    """As by a router that goes on with an answer whose client has both calls."""
+    first, second = ToolCallDelta(0, "x", "f", "{}", True), ToolCallDelta(1, "y", "g", "{}", True)
+    builder = ParsedBuilder()
+    builder.add("", [first, second])
+    builder.add("", [ToolCallDelta(0, is_complete=True), ToolCallDelta(1, is_complete=True)])
+    assert builder.tool_calls == (first, second)
+
+
+@pytest.mark.parametrize(("num_calls", "ends_again"), [(1, [0]), (2, [1])])
+def test_only_the_end_of_the_last_call_that_a_client_has_is_said_again(num_calls: int, ends_again: list[int]) -> None:
+    calls = [ToolCallDelta(index, f"id{index}", "f", "{}", True) for index in range(num_calls)]
+    left = GivenParts(0, 0, num_calls, 2 * num_calls).leave_out(Parsed(tool_calls=calls))
+    assert left.tool_calls == [ToolCallDelta(index, is_complete=True) for index in ends_again]

@@ -138,7 +138,9 @@ class Script:
 
     Attributes:
         answer: what they answer.
-        breaks: for each call or session that comes, after how many messages it breaks off; then none does.
+        breaks: for each call or session that comes, after how many messages it breaks off; then none does. It may be
+            after all of them, before the status.
+        last_words: what it breaks off with; ``None``: as a killed process does.
         starts, resumes: what came; of resumes ``None``: a new request.
         holds_after: messages after which an answer waits for ever, unless it is cancelled; ``None``: none does.
         holding: set while one waits.
@@ -147,6 +149,7 @@ class Script:
 
     answer: KnownAnswer
     breaks: list[int] = field(default_factory=list)
+    last_words: ServingError | None = None
     starts: list[router_pb2.GenerateStart] = field(default_factory=list)
     resumes: list[router_pb2.Resume | None] = field(default_factory=list)
     holds_after: int | None = None
@@ -178,11 +181,13 @@ class BreakingRouter(router_pb2_grpc.RouterServiceServicer):
         limit = self._next_limit()
         for number, message in enumerate(self.script.answer.messages(resume)):
             if number == limit:
-                await context.abort(_CODE, "the process was killed")
+                await self._break_off(context)
             if number == self.script.holds_after:
                 self.script.holding.set()
                 await asyncio.Event().wait()
             yield message
+        if limit == number + 1:
+            await self._break_off(context)
 
     async def Session(self, requests: Any, context: Any) -> AsyncIterator[router_pb2.SessionResponse]:
         limit, number = self._next_limit(), 0
@@ -193,20 +198,36 @@ class BreakingRouter(router_pb2_grpc.RouterServiceServicer):
             resume = start.resume if start.HasField("resume") else None
             self.script.note(start.start, resume)
             if (refusal := self.script.refusal(resume)) is not None:
-                failure = router_pb2.SessionFailure(slot=start.slot, failure=to_failure(refusal))
-                yield router_pb2.SessionResponse(failures=[failure])
+                yield _failed(start.slot, refusal)
                 continue
             for message in self.script.answer.messages(resume):
                 if number == limit:
-                    await context.abort(_CODE, "the process was killed")
+                    if self.script.last_words is not None:
+                        yield _failed(start.slot, self.script.last_words)
+                        break
+                    await self._break_off(context)
                 if number == self.script.holds_after:
                     self.script.holding.set()
                     await asyncio.Event().wait()
                 number += 1
                 yield in_slot(start.slot, message)
+            else:
+                if number == limit:
+                    await self._break_off(context)
+
+    async def _break_off(self, context: Any) -> None:
+        """End the call as the script says."""
+        if self.script.last_words is not None:
+            await abort(context, self.script.last_words)
+        await context.abort(_CODE, "the process was killed")
 
     def _next_limit(self) -> int | None:
         return self.script.breaks.pop(0) if self.script.breaks else None
+
+
+def _failed(slot: int, error: ServingError) -> router_pb2.SessionResponse:
+    failure = router_pb2.SessionFailure(slot=slot, failure=to_failure(error))
+    return router_pb2.SessionResponse(failures=[failure])
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quartet.api.request import Resume, TimeBreakdown, Usage
 from quartet.client import (
     Accepted,
     AnswerPart,
@@ -25,21 +26,24 @@ from quartet.client import (
     QuartetClient,
     RequestPath,
 )
-from quartet.client.routers import MADE_UP_DETAILS, ClientClosedError, Router, RouterLostError
+from quartet.client.request import make_start
+from quartet.client.resume import AnswerSoFar, Leg, Resumption, Tries
+from quartet.client.routers import MADE_UP_DETAILS, ClientClosedError, Router, RouterLostError, Routers
 from quartet.client.sync import SyncClient
 from quartet.errors import (
     ConfigError,
     DrainingError,
+    MessageTooLargeError,
     ProtocolError,
     QueueFullError,
     RequestTimeoutError,
     RouterUnavailableError,
-    ServingError,
     WorkersLostError,
 )
 from quartet.text.parsed import ParsedBuilder, ToolCallDelta
 from quartet.v1 import router_pb2
 from tests.client.breaking_router import (
+    REQUEST_ID,
     SEED,
     WORDS,
     BreakingRouter,
@@ -165,6 +169,75 @@ async def test_wherever_the_router_is_lost_the_answer_is_whole(path: RequestPath
     assert finished.time.first_token_s is not None, "though the second router did not see it"
 
 
+@by_router
+@pytest.mark.parametrize("num_choices", [1, 2])
+async def test_a_router_that_is_lost_after_the_last_choices_end_breaks_nothing(
+    path: RequestPath, num_choices: int
+) -> None:
+    answer = KnownAnswer([with_offsets(WORDS, choice) for choice in range(num_choices)])
+    script = Script(answer, breaks=[1 + num_choices * (len(WORDS) + 1)])
+    seen, lost = await ask(script, path, num_choices=num_choices)
+    check_whole(seen, answer)
+    assert (len(script.starts), lost) == (1, ())
+
+
+@by_router
+async def test_a_router_that_goes_on_and_is_lost_after_the_end_breaks_nothing(path: RequestPath) -> None:
+    answer = KnownAnswer([WORDS])
+    script = Script(answer, breaks=[3, NUM_MESSAGES - 2])
+    seen, lost = await ask(script, path)
+    check_whole(seen, answer)
+    assert (len(script.starts), len(lost)) == (2, 1)
+
+
+def ended_answer() -> AnswerSoFar:
+    """One choice that a router placed, and whose caller has its end."""
+    so_far = AnswerSoFar(make_start("Hi"))
+    so_far.take(Accepted(request_id=REQUEST_ID, choices=(), num_prompt_tokens=4, seed=SEED))
+    so_far.take(end_of_choice())
+    return so_far
+
+
+def end_of_choice() -> ChoiceFinished:
+    usage = Usage(num_prompt_tokens=4, num_cached_tokens=0, num_output_tokens=0, num_attempts=1)
+    return ChoiceFinished(choice=0, reason=FinishReason.STOP_ID, usage=usage, time=TimeBreakdown(total_s=0.5))
+
+
+async def resumed(so_far: AnswerSoFar, leg: Leg, address: str) -> list[AnswerPart]:
+    """What a caller gets after its router is lost and its connection with it."""
+    routers = Routers([address], None)
+    try:
+        [router] = routers.in_order()
+        resumption = Resumption(routers, so_far, timeout_s=WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            return [part async for part in resumption.parts(leg, router, RouterLostError("it is gone"))]
+    finally:
+        await routers.close()
+
+
+async def test_a_whole_answer_is_never_resumed() -> None:
+    async def leg(_router: Router, _resume: Resume) -> AsyncGenerator[AnswerPart, None]:
+        raise AssertionError("nothing is left to resume")
+        yield
+
+    assert await resumed(ended_answer(), leg, "127.0.0.1:1") == []
+
+
+async def test_a_choice_whose_end_came_before_its_second_router_was_lost_has_ended() -> None:
+    so_far, num_legs = AnswerSoFar(make_start("Hi")), 0
+    so_far.take(Accepted(request_id=REQUEST_ID, choices=(), num_prompt_tokens=4, seed=SEED))
+
+    async def leg(_router: Router, _resume: Resume) -> AsyncGenerator[AnswerPart, None]:
+        nonlocal num_legs
+        num_legs += 1
+        yield end_of_choice()
+        raise RouterLostError("forgotten, as discovery lists it no more")
+
+    async with serving(BreakingRouter(Script(KnownAnswer([WORDS])))) as served:
+        parts = await resumed(so_far, leg, served.addresses[0])
+    assert ([type(part) for part in parts], num_legs) == ([ChoiceFinished], 1)
+
+
 @st.composite
 def deltas(draw: st.DrawFn) -> list[router_pb2.Delta]:
     """Parts of one choice, none of them empty."""
@@ -270,9 +343,9 @@ async def test_who_wants_it_gets_the_error_at_once(path: RequestPath) -> None:
     assert len(script.starts) == 1
 
 
-@pytest.mark.parametrize("timeout_s", [-1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("timeout_s", [-1.0, 3600.5, float("inf"), float("nan")])
 def test_an_impossible_time_is_refused(timeout_s: float) -> None:
-    with pytest.raises(ConfigError, match="resume_timeout_s"):
+    with pytest.raises(ConfigError, match="resume_timeout_s is from 0 to 3600"):
         SyncClient("127.0.0.1:1", resume_timeout_s=timeout_s)
 
 
@@ -340,6 +413,54 @@ async def test_the_same_router_goes_on_once_it_is_back(path: RequestPath) -> Non
         check_whole(await asking.ended(), script.answer)
         assert asking.stream.router == served.addresses[0]
         assert asking.stream.lost_routers == (served.addresses[0],)
+
+
+@by_router
+async def test_only_routers_that_were_reached_use_up_numbers_of_attempts(
+    path: RequestPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, connect, dialled = holding(), Router.connect, asyncio.Semaphore(0)
+
+    async def count(router: Router) -> None:
+        dialled.release()
+        await connect(router)
+
+    async with scene(BreakingRouter(script)) as (served, client):
+        asking = Asking(script, served, client, path)
+        await asking.waits()
+        monkeypatch.setattr(Router, "connect", count)
+        await asking.kill_router()
+        for _ in range(6):
+            await dialled.acquire()
+        await served.add(BreakingRouter(script), served.addresses[0])
+        check_whole(await asking.ended(), script.answer)
+    [_first, resume] = script.resumes
+    # The client may have taken the killed router for connected once.
+    assert resume is not None and resume.attempt <= 2_000_000
+
+
+async def test_an_answer_fails_once_no_number_is_left_for_another_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quartet.client.resume._MAX_ASKED", 3)
+    script = Script(KnownAnswer([WORDS]), breaks=[3], refusals=[QueueFullError("full", retry_delay_s=0.01)] * 9)
+    async with scene(BreakingRouter(script), BreakingRouter(script)) as (_served, client):
+        with pytest.raises(QueueFullError):
+            await client.complete("Hi")
+    assert [resume.attempt for resume in script.resumes if resume is not None] == [1_000_000, 2_000_000, 3_000_000]
+
+
+@by_router
+async def test_an_answer_that_makes_its_request_too_long_breaks_no_stream(
+    path: RequestPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(KnownAnswer([WORDS]), breaks=[3])
+    async with scene(BreakingRouter(script), BreakingRouter(script)) as (_served, client):
+        stream = client.generate("Hi", path=path)
+        # So that whatever is resumed is too long.
+        monkeypatch.setattr("quartet.client.request.MAX_API_MESSAGE_BYTES", 100)
+        with pytest.raises(MessageTooLargeError, match="its answer so far makes the request longer"):
+            async for _ in stream:
+                pass
+    assert len(script.starts) == 1
 
 
 @by_router
@@ -411,6 +532,64 @@ async def test_a_request_whose_time_is_up_waits_for_no_router(path: RequestPath)
             await asking.ended()
 
 
+#: Nobody listens there, and whoever dials it waits for ever.
+SILENT = "127.0.0.1:1"
+
+
+@asynccontextmanager
+async def asking_beside_a_silent_router(
+    path: RequestPath, monkeypatch: pytest.MonkeyPatch, *, resume_timeout_s: float = 10 * WAIT_S, **ask: object
+) -> AsyncIterator[tuple[Asking, asyncio.Event]]:
+    """One whose router is killed, so that the client dials the silent one, and what is set once it does."""
+    script, connect, dialled = holding(), Router.connect, asyncio.Event()
+
+    async def dial(router: Router) -> None:
+        if router.address == SILENT:
+            dialled.set()
+            await asyncio.Event().wait()
+        await connect(router)
+
+    monkeypatch.setattr(Router, "connect", dial)
+    async with (
+        asyncio.timeout(2 * WAIT_S),
+        serving(BreakingRouter(script)) as served,
+        QuartetClient([*served.addresses, SILENT], resume_timeout_s=resume_timeout_s) as client,
+    ):
+        asking = Asking(script, served, client, path, **ask)
+        await asking.kill_router()
+        yield asking, dialled
+
+
+@by_router
+async def test_no_router_is_dialled_for_longer_than_the_answer_waits(
+    path: RequestPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asking_beside_a_silent_router(path, monkeypatch, resume_timeout_s=0.5) as (asking, _dialled):
+        with pytest.raises(RouterUnavailableError, match=f"lost the router at .*; since then no router .* {SILENT}"):
+            await asking.ended()
+
+
+@by_router
+async def test_no_router_is_dialled_for_longer_than_the_request_has(
+    path: RequestPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asking_beside_a_silent_router(path, monkeypatch, timeout_s=2.0) as (asking, _dialled):
+        with pytest.raises(RequestTimeoutError):
+            await asking.ended()
+
+
+@by_router
+async def test_a_cancel_ends_the_answer_while_a_router_is_dialled(
+    path: RequestPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asking_beside_a_silent_router(path, monkeypatch) as (asking, dialled):
+        await dialled.wait()
+        await asking.stream.cancel()
+        [finished] = (await asking.ended()).choices[0].finished
+    assert finished.reason is FinishReason.CANCELLED
+    assert finished.usage.num_output_tokens == NUM_SHOWN
+
+
 def words_router(error_at_end: Exception | None = None) -> FakeRouter:
     router = FakeRouter()
     router.error_at_end = error_at_end  # type: ignore[assignment]
@@ -430,20 +609,16 @@ async def test_an_error_that_the_router_gives_is_the_answers(start_router: Start
 
 
 @by_router
-async def test_an_answer_that_a_drain_cuts_goes_on_elsewhere(start_router: StartRouter, path: RequestPath) -> None:
-    router, script = words_router(DrainingError("cut by the drain")), Script(KnownAnswer([WORDS]))
-    address = await start_router(router)
-    async with (
-        asyncio.timeout(WAIT_S),
-        serving(BreakingRouter(script)) as served,
-        QuartetClient([address, *served.addresses]) as client,
-    ):
-        with pytest.raises(ServingError):  # the second one knows another answer
-            await client.complete("Hi", path=path)
-    [resume] = script.resumes
-    assert resume is not None
-    assert (list(resume.generated_token_ids.ids), resume.num_text_bytes) == ([100, 101, 102], len("one two three"))
-    assert resume.seed == 7, "the seed that the first router drew"
+@pytest.mark.parametrize("num_messages", range(1, NUM_MESSAGES))
+async def test_an_answer_that_a_drain_cuts_goes_on_elsewhere(path: RequestPath, num_messages: int) -> None:
+    answer = KnownAnswer([WORDS])
+    script = Script(answer, breaks=[num_messages], last_words=DrainingError("cut by the drain"))
+    seen, lost = await ask(script, path)
+    check_whole(seen, answer)
+    [first, resume] = script.resumes
+    assert (first, len(lost)) == (None, 1)
+    assert resume is not None and resume.seed == SEED, "the seed that the first router drew"
+    assert len(resume.generated_token_ids.ids) == num_messages - 1
 
 
 @by_router
@@ -465,6 +640,19 @@ async def test_a_full_router_is_asked_again_when_it_says(path: RequestPath) -> N
         completion = await client.complete("Hi", path=path)
     assert completion.choices[0].token_ids == tuple(range(100, 106))
     assert len(script.starts) == 4
+
+
+@pytest.mark.parametrize("retry_delay_s", [None, 2.0])
+def test_answers_that_are_lost_together_ask_at_different_times(retry_delay_s: float | None) -> None:
+    pauses = []
+    for _ in range(64):
+        tries = Tries(WAIT_S)
+        tries.lost(RouterLostError("it is gone"), 3)
+        tries.failed(QueueFullError("full", retry_delay_s=retry_delay_s))
+        pauses.append(tries.pause_s())
+    assert len(set(pauses)) > 32
+    assert min(pauses) >= (retry_delay_s or 0.025)
+    assert max(pauses) <= (retry_delay_s or 0.0) + 0.05
 
 
 @by_router

@@ -8,10 +8,10 @@ from contextlib import aclosing
 
 import pytest
 
-from quartet.api.request import Delta, Resume, TokenPrompt
+from quartet.api.request import ChoiceFinished, Delta, Resume, TokenPrompt
 from quartet.errors import DrainingError, InvalidRequestError, QueueFullError, WorkerUnavailableError
 from router.config import AdmissionConfig, AttemptConfig
-from tests.router.fakes import TIMEOUT_S, Collected, Fleet, Plan, collect
+from tests.router.fakes import TIMEOUT_S, Collected, Fleet, Plan, collect, expected_tokens
 from tests.router.records import make_load
 from tests.router.test_generate import make_start
 
@@ -168,6 +168,25 @@ async def test_a_request_refused_at_once_counts_once_whatever_it_claims(caplog: 
         await collect(fleet.generate(make_start(prompt=TokenPrompt(()), num_choices=9)))
     assert said_in(caplog)["outcome"] == "invalid_field"
     assert value(fleet, "quartet_router_requests_total", outcome="invalid_field") == 1
+
+
+async def test_tokens_that_a_client_brings_are_not_counted_as_shown() -> None:
+    fleet = Fleet("decode-0")
+    resume = Resume(request_id="ab" * 16, attempt=1, seed=5, generated_token_ids=expected_tokens(5, 0, 20, 9))
+    async with asyncio.timeout(TIMEOUT_S):
+        *_, finished = [part async for part in fleet.generate(make_start(), resume=resume).parts()]
+    assert isinstance(finished, ChoiceFinished) and finished.usage.num_output_tokens == 12
+    assert value(fleet, "quartet_router_output_tokens_total") == 3
+
+
+async def test_a_resume_that_fails_shows_no_tokens() -> None:
+    fleet = Fleet("decode-0", attempts=AttemptConfig(max_attempts=1))
+    fleet.hops.plan("decode", Plan(error=WorkerUnavailableError("gone")))
+    resume = Resume(request_id="ab" * 16, attempt=1, seed=5, generated_token_ids=expected_tokens(5, 0, 20, 9))
+    with pytest.raises(WorkerUnavailableError):
+        async with asyncio.timeout(TIMEOUT_S):
+            _ = [part async for part in fleet.generate(make_start(), resume=resume).parts()]
+    assert value(fleet, "quartet_router_output_tokens_total") == 0
 
 
 async def test_a_resume_that_fails_counts_once_however_many_choices_its_request_has() -> None:

@@ -503,9 +503,8 @@ async def test_reasoning_and_calls_come_once_when_a_pool_dies_within_the_second_
     scene.routers.scripts.update(a=[breaks(LOST, 1, text=lambda leg: show(leg, whole[:5]))], b=[rest])
     raw = await scene.run()
     told = [(part.reasoning, tuple(part.tool_calls)) for part in whole]
-    # Whether the client has the end of a call is not known: it is said again.
-    again = ("", (ToolCallDelta(0, is_complete=True),))
-    assert raw.parsed == [*told[:5], again, told[5]]
+    # The end of the first call came before the second one began, so it is not said again.
+    assert raw.parsed == told
 
 
 async def test_a_choice_that_loses_its_pool_twice_leaves_the_other_its_tries(make_scene: Callable[..., Scene]) -> None:
@@ -566,6 +565,30 @@ async def test_attempts_of_an_answer_that_its_client_resumed_go_on_above_the_cli
         given, request_id=second.request_id, attempt=second.attempt, generated_token_ids=array("I", (1, 2, 3))
     )
     assert second.attempt >= given.attempt + 1000
+
+
+async def test_tokens_that_a_client_brings_are_not_counted_as_shown(make_scene: Callable[..., Scene]) -> None:
+    scene, raw = make_scene(agg("a")), Raw()
+    scene.routers.scripts.update(a=[breaks(InvalidRequestError("it ends here"), 3)])
+    raw.tokens[0] += (1, 2)
+    scene.begin(raw, resume=Resume(request_id="ef" * 16, attempt=1, seed=7, generated_token_ids=(1, 2)))
+    async with asyncio.timeout(TIMEOUT_S):
+        await raw.ended.wait()
+    assert raw.tokens == {0: [1, 2, 3]}
+    assert scene.fleet.registry.get_sample_value("quartet_router_output_tokens_total", {"model": "tiny"}) == 1
+
+
+@pytest.mark.parametrize("token_ids", [(1, 2**32 - 1), (1,) * 100_000])
+async def test_tokens_that_no_answer_can_have_are_refused_before_a_pool_is_asked(
+    make_scene: Callable[..., Scene], token_ids: tuple[int, ...]
+) -> None:
+    scene, raw = make_scene(agg("a")), Raw()
+    scene.begin(raw, resume=Resume(request_id="ef" * 16, attempt=1, seed=7, generated_token_ids=token_ids))
+    async with asyncio.timeout(TIMEOUT_S):
+        await raw.ended.wait()
+    assert isinstance(raw.error, InvalidRequestError) and raw.error.field == "resume.generated_token_ids"
+    assert scene.routers.asked == []
+    assert not scene.fleet.registry.get_sample_value("quartet_router_output_tokens_total", {"model": "tiny"})
 
 
 async def test_a_pool_that_failed_to_answer_may_still_prefill(make_scene: Callable[..., Scene]) -> None:
