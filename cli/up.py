@@ -182,7 +182,7 @@ def up(
 
     Values in the file may name environment variables: ${MODEL_PATH:-models/tiny}.
     """
-    with reporting_errors(LaunchError):
+    with reporting_errors(LaunchError, OSError):
         if topology is None:
             print_names(topologies())
             return

@@ -10,9 +10,11 @@ files that ship with Quartet.
 from __future__ import annotations
 
 import difflib
+import errno
 import math
 import os
 import re
+import secrets
 import stat
 import types
 from collections.abc import Callable, Hashable, Mapping
@@ -165,13 +167,38 @@ def read_secret_file(path: Path, setting: str, max_bytes: int) -> bytes:
 
 
 def write_secret_file(path: Path, content: bytes) -> Path:
-    """Write a new file that only its owner can open; returns its path.
+    """Write a new file that only its owner can open, whole or not at all; returns its path.
 
     Raises:
         OSError: the file exists already or can't be written.
     """
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    return write_whole_file(path, content)
+
+
+def write_whole_file(path: Path, content: bytes, *, mode: int = 0o600) -> Path:
+    """Write a file, or replace the one that is there; whoever reads it finds all of either. Returns its path.
+
+    Args:
+        path: the file.
+        content: all of it.
+        mode: its permissions, less the process's umask. By default only its owner can open it.
+
+    Raises:
+        OSError: it can't be written. Then ``path`` is as it was.
+    """
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # or a machine that loses power may be left with the new name and no content
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
     return path
 
 

@@ -141,6 +141,13 @@ def prometheus() -> Path:
 
 
 @pytest.fixture(scope="session")
+def systemd_analyze() -> Path:
+    """What checks units of systemd, which need not run for it."""
+    found = shutil.which("systemd-analyze")
+    return _require("systemd", None if found is None else Path(found))
+
+
+@pytest.fixture(scope="session")
 def typescript_client() -> Path:
     """The folder of the TypeScript client, compiled, where there is Node."""
     folder = Path(__file__).parents[1] / "clients" / "typescript"
@@ -201,6 +208,8 @@ def _reason(name: str) -> str:
         return "no Node (apt-get install nodejs npm), or no clients/typescript/node_modules: `make node` gets it"
     if name == "prometheus":
         return "no prometheus on the PATH or in .tools/prometheus: `tools/prometheus.sh` gets it"
+    if name == "systemd":
+        return "no systemd-analyze: apt-get install systemd"
     if name == "go":
         return "no Go that takes tools/go.mod: apt-get install golang-go"
     return f"no {name} binary in .tools/bin or on the PATH: `make tools` gets it"

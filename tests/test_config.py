@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -9,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from quartet.config import PathText, build, escape_path, expand_path, load_yaml, override
+from quartet.config import (
+    PathText,
+    build,
+    escape_path,
+    expand_path,
+    load_yaml,
+    override,
+    write_secret_file,
+    write_whole_file,
+)
 from quartet.errors import ConfigError
 
 
@@ -273,3 +285,25 @@ def test_a_path_with_an_unset_variable_is_refused_by_its_field(monkeypatch: pyte
         build(Paths, {"several": ["/a/$UNSET"]}, "top")
     with pytest.raises(ConfigError, match=r"^model: ~no_such_user_here, which .* is nobody's home"):
         build(Paths, {"model": "~no_such_user_here/x"})
+
+
+def test_a_secret_is_replaced_as_a_whole_and_only_its_owner_can_open_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(b"old")
+    with pytest.raises(FileExistsError, match="key"):
+        write_secret_file(file, b"new")
+    assert write_whole_file(file, b"new") == file
+    assert file.read_bytes() == b"new"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole_file(file, b"newer")
+    with pytest.raises(OSError, match="No space left"):
+        write_secret_file(tmp_path / "another", b"newer")
+    assert [(path, path.read_bytes()) for path in tmp_path.iterdir()] == [(file, b"new")]

@@ -30,7 +30,8 @@ class HttpConfig:
 
     Attributes:
         port: 0: there is none.
-        host: the address to listen on; beyond loopback it takes ``tls``, or ``server.insecure`` of the router.
+        host: the address to listen on, IPv6 in brackets; beyond loopback it takes ``tls``, or ``server.insecure`` of
+            the router.
         keys_file: API keys, ``TENANT KEY`` a line (``router.http.keys``). ``None``: every caller is anonymous, and any
             Authorization header passes.
         operators: tenants whose keys may read ``/metrics``, and see the workers in ``/health`` and the page's fleet.

@@ -153,7 +153,7 @@ class HttpServer:
         try:
             self._listener = await loop.create_server(
                 self._connections.protocol(server),
-                config.host,
+                config.host.removeprefix("[").removesuffix("]"),
                 config.port,
                 ssl=tls,
                 backlog=_BACKLOG,

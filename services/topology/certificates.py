@@ -7,7 +7,7 @@ for it. That of hosts keeps its key in a file, for workers that are added and ce
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,9 +16,10 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes, PublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from quartet.config import write_secret_file
+from quartet.config import write_secret_file, write_whole_file
 from quartet.discovery.base import Role
 from quartet.discovery.etcd_access import EtcdTls
 from quartet.rpc.audience import IdentityKind
@@ -33,6 +34,9 @@ _BEFORE = timedelta(hours=1)
 _VALID = timedelta(days=3650)
 # Of hosts: a certificate that ends sooner is made anew.
 _RENEWED_BEFORE_END = timedelta(days=30)
+
+# Of files that hold nothing secret.
+_PUBLIC = 0o644
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +64,9 @@ class CertificateAuthority:
         key: ec.EllipticCurvePrivateKey | None = None,
         valid: timedelta = _VALID,
     ) -> None:
-        """Write ``DIRECTORY/ca.pem``, made out to ``name``. Raises ``OSError`` if that can't be written.
+        """Write ``DIRECTORY/ca.pem``, made out to ``name``, unless it holds this authority, alone or beside others.
+
+        Raises ``OSError`` if that can't be written.
 
         Args:
             directory: made for its owner alone.
@@ -71,14 +77,10 @@ class CertificateAuthority:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory = directory
         self._key = key or ec.generate_private_key(ec.SECP256R1())
-        self._name = _name(name)
         self._valid = valid
-        constraints = x509.BasicConstraints(ca=True, path_length=0)
-        own = _builder(self._name, self._name, self._key, _VALID).add_extension(constraints, critical=True)
-        own = own.add_extension(_USAGE_OF_AUTHORITY, critical=True)
         self._own_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
         self.ca_file = directory / "ca.pem"
-        self.ca_file.write_bytes(_sign(own.add_extension(self._own_id, critical=False), self._key))
+        self._own = self._kept() or self._made(_name(name))
 
     def issue(self, file_stem: str, *, uris: Sequence[str] = (), hosts: Sequence[str] = ()) -> CertificateFiles:
         """Write ``STEM.pem`` and ``STEM.key``.
@@ -90,9 +92,24 @@ class CertificateAuthority:
         """
         return self._issue(self._directory, file_stem, uris, hosts)
 
+    def _kept(self) -> x509.Certificate | None:
+        """Its own certificate in ``ca.pem``."""
+        key = _public_bytes(self._key.public_key())
+        ours = (it for it in _certificates_in(self.ca_file) if _public_bytes(it.public_key()) == key and _lasts(it))
+        return next(ours, None)
+
+    def _made(self, name: x509.Name) -> x509.Certificate:
+        """Its own certificate, which is ``ca.pem`` from now on."""
+        builder = _builder(name, name, self._key, _VALID)
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        builder = builder.add_extension(_USAGE_OF_AUTHORITY, critical=True)
+        own = builder.add_extension(self._own_id, critical=False).sign(self._key, hashes.SHA256())
+        write_whole_file(self.ca_file, _pem(own), mode=_PUBLIC)
+        return own
+
     def _issue(self, directory: Path, file_stem: str, uris: Sequence[str], hosts: Sequence[str]) -> CertificateFiles:
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = _builder(_name(file_stem), self._name, key, self._valid)
+        builder = _builder(_name(file_stem), self._own.subject, key, self._valid)
         usages = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])]
         builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -100,9 +117,9 @@ class CertificateAuthority:
         builder = builder.add_extension(issuer_id, critical=False)
         if names := _names(uris, hosts):
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-        cert_file = directory / f"{file_stem}.pem"
-        cert_file.write_bytes(_sign(builder, self._key))
-        key_file = write_secret_file(directory / f"{file_stem}.key", _pem_of(key))
+        certificate = _pem(builder.sign(self._key, hashes.SHA256()))
+        cert_file = write_whole_file(directory / f"{file_stem}.pem", certificate, mode=_PUBLIC)
+        key_file = write_whole_file(directory / f"{file_stem}.key", _pem_of(key))
         return CertificateFiles(ca_file=self.ca_file, cert_file=cert_file, key_file=key_file)
 
 
@@ -111,43 +128,42 @@ class KeptAuthority(CertificateAuthority):
 
     def __init__(self, directory: Path, name: str, *, valid: timedelta) -> None:
         """Open it; it is made where there is none. Raises ``OSError``, and ``ValueError`` if the file holds no key."""
-        key_file = directory / "ca.key"
-        key = serialization.load_pem_private_key(key_file.read_bytes(), None) if key_file.is_file() else None
-        if not isinstance(key, ec.EllipticCurvePrivateKey | None):
-            raise ValueError(f"{key_file} holds another kind of key than ours")
-        super().__init__(directory, name, key=key, valid=valid)
-        if key is None:
-            write_secret_file(key_file, _pem_of(self._key))
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        super().__init__(directory, name, key=_kept_key(directory / "ca.key"), valid=valid)
 
     def provide(
         self, directory: Path, file_stem: str, *, uris: Sequence[str] = (), hosts: Sequence[str] = ()
     ) -> Sequence[Path]:
         """Write a certificate as ``issue`` does, but to ``directory``, and ``ca.pem`` beside it.
 
-        One that is there already stays, if it says the same and does not end within a month.
+        A certificate that is there already stays, if it says the same, is that of the key beside it and does not end
+        within a month; a ``ca.pem`` if it holds all that this authority's own one does.
 
         Returns:
-            The certificate's file if it is new, or else nothing.
+            Those of the certificate's file and ``ca.pem`` that are new.
         """
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (directory / "ca.pem").write_bytes(self.ca_file.read_bytes())
-        cert_file, key_file = directory / f"{file_stem}.pem", directory / f"{file_stem}.key"
-        if cert_file.is_file() and key_file.is_file() and self._still_holds(cert_file, _names(uris, hosts)):
-            return []
-        key_file.unlink(missing_ok=True)
-        return [self._issue(directory, file_stem, uris, hosts).cert_file]
+        ca_file, cert_file = directory / "ca.pem", directory / f"{file_stem}.pem"
+        new = []
+        if not _holds_all(_certificates_in(ca_file), _certificates_in(self.ca_file)):
+            new.append(write_whole_file(ca_file, self.ca_file.read_bytes(), mode=_PUBLIC))
+        if not self._still_holds(cert_file, directory / f"{file_stem}.key", _names(uris, hosts)):
+            new.append(self._issue(directory, file_stem, uris, hosts).cert_file)
+        return new
 
-    def _still_holds(self, cert_file: Path, names: Sequence[x509.GeneralName]) -> bool:
-        certificate = x509.load_pem_x509_certificate(cert_file.read_bytes())
+    def _still_holds(self, cert_file: Path, key_file: Path, names: Sequence[x509.GeneralName]) -> bool:
+        certificate = next(iter(_certificates_in(cert_file)), None)
+        if certificate is None or not _is_key_of(certificate, key_file):
+            return False
         try:
-            certificate.verify_directly_issued_by(x509.load_pem_x509_certificate(self.ca_file.read_bytes()))
+            certificate.verify_directly_issued_by(self._own)
         except (ValueError, InvalidSignature):
             return False
         try:
             own = list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
         except x509.ExtensionNotFound:
             own = []
-        return own == list(names) and certificate.not_valid_after_utc - datetime.now(UTC) > _RENEWED_BEFORE_END
+        return own == list(names) and _lasts(certificate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,8 +270,52 @@ def _host(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _sign(builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey) -> bytes:
-    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _lasts(certificate: x509.Certificate) -> bool:
+    return certificate.not_valid_after_utc - datetime.now(UTC) > _RENEWED_BEFORE_END
+
+
+def _certificates_in(file: Path) -> Sequence[x509.Certificate]:
+    """Those in ``file``; none if it is missing, empty or broken."""
+    try:
+        return x509.load_pem_x509_certificates(file.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return ()
+
+
+def _holds_all(found: Sequence[x509.Certificate], wanted: Iterable[x509.Certificate]) -> bool:
+    return all(certificate in found for certificate in wanted)
+
+
+def _is_key_of(certificate: x509.Certificate, key_file: Path) -> bool:
+    try:
+        key = serialization.load_pem_private_key(key_file.read_bytes(), None)
+    except (FileNotFoundError, ValueError, TypeError):  # TypeError: it takes a password, which services have not either
+        return False
+    return _public_bytes(key.public_key()) == _public_bytes(certificate.public_key())
+
+
+def _kept_key(file: Path) -> ec.EllipticCurvePrivateKey:
+    """The authority's key in ``file``, or a new one that is there from now on."""
+    if not file.is_file():
+        key = ec.generate_private_key(ec.SECP256R1())
+        write_secret_file(file, _pem_of(key))
+        return key
+    try:
+        kept = serialization.load_pem_private_key(file.read_bytes(), None)
+    except (ValueError, TypeError) as error:
+        remedy = "bring it back; without the file, a new authority makes all certificates anew"
+        raise ValueError(f"{file} holds no key that can be used: {remedy}") from error
+    if not isinstance(kept, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"{file} holds another kind of key than ours")
+    return kept
+
+
+def _public_bytes(key: CertificatePublicKeyTypes | PublicKeyTypes) -> bytes:
+    return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from quartet.config import write_secret_file
+from quartet.config import write_whole_file
 from quartet.errors import ConfigError
+from quartet.events.curve import read_events_key
 from quartet.rpc.audience import IdentityKind
 from quartet.rpc.channels import ListenAddress
+from quartet.streams.signed_start import SigningKeys
 from services.topology.certificates import LOOPBACK_NAMES, KeptAuthority, kind_of
 from services.topology.hosts import SecretFiles, bare
 from services.topology.launch import draw_api_key, draw_events_key, draw_signing_key
@@ -56,7 +58,7 @@ def provide_secrets(topology: Topology, folder: SecretsFolder, *, valid: timedel
         The files that are new or changed, below ``folder``; of a certificate and its key, the certificate.
 
     Raises:
-        ConfigError: settings of the topology are wrong.
+        ConfigError: settings of the topology are wrong, or keys in ``authority`` can't be used.
         OSError, ValueError: a file can't be written, or one that is there is not of the right kind.
     """
     if not topology.hosts:
@@ -95,11 +97,14 @@ def _keys(topology: Topology, folder: SecretsFolder) -> Iterator[Path]:
         (own.signing_keys, draw_signing_key),
         (own.http_keys, draw_api_key),
     ):
-        if not path.is_file():
+        if _is_unwritten(path):
+            path.unlink(missing_ok=True)
             yield draw(path.parent)
-    if not own.etcd_password.is_file():
+    read_events_key(own.events_key)
+    SigningKeys(own.signing_keys)
+    if _is_unwritten(own.etcd_password):
         password = secrets.token_urlsafe(_PASSWORD_BYTES)
-        yield write_secret_file(own.etcd_password, f"{password}\n".encode())
+        yield write_whole_file(own.etcd_password, f"{password}\n".encode())
     for name in topology.hosts:
         its = folder.host(name)
         copies = {its.events_key: own.events_key, its.signing_keys: own.signing_keys}
@@ -110,5 +115,9 @@ def _keys(topology: Topology, folder: SecretsFolder) -> Iterator[Path]:
         for copy, original in copies.items():
             content = original.read_bytes()
             if not copy.is_file() or copy.read_bytes() != content:
-                copy.unlink(missing_ok=True)
-                yield write_secret_file(copy, content)
+                yield write_whole_file(copy, content)
+
+
+def _is_unwritten(path: Path) -> bool:
+    """Whether there is no such file, or an empty one, as a full disk leaves it."""
+    return not path.is_file() or not path.stat().st_size

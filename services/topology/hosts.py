@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +62,14 @@ class Host:
         is_wildcard = ListenAddress.parse(f"{self.listens_on}:1", "bind").is_wildcard
         return tuple(bare(name) for name in names if not (is_wildcard and name == self.listens_on))
 
+    def ports(self, *, num_workers: int, has_router: bool) -> Sequence[int]:
+        """Those from ``first_port`` on that so many workers, and a router, listen on; none if they take free ones."""
+        if not self.first_port:
+            return ()
+        # The router's own for gRPC is ``router.port``.
+        first = self.first_port + (1 if has_router else PORTS_OF_PROCESS)
+        return range(first, self.first_port + (1 + num_workers) * PORTS_OF_PROCESS)
+
     def port(self, process: int, which: int) -> int:
         """The port number ``which`` of those of the process number ``process``, the router's being 0; 0: a free one.
 
@@ -117,16 +125,32 @@ class SecretFiles:
         return self.folder / "etcd" / "password"
 
     def missing(self, processes: list[str], *, has_http: bool) -> Iterator[Path]:
-        """The files that are not there, of those that these processes need. Who dials etcd misses its files."""
+        """The files that are not there, of those that these processes need. Who dials etcd misses its files.
+
+        Raises:
+            ConfigError: this user may not see whether a file is there, or not read it; names it.
+        """
         identities = [self.identity(process) for process in processes]
         needed = [file for tls in identities for file in (tls.ca_file, tls.cert_file, tls.key_file)]
         needed += [self.events_key, self.signing_keys, *([self.http_keys] if has_http else [])]
-        return (file for file in dict.fromkeys(needed) if not file.is_file())
+        return (file for file in dict.fromkeys(needed) if not _is_readable(file))
 
 
 def bare(host: str) -> str:
     """``host`` without the brackets of IPv6."""
     return host.removeprefix("[").removesuffix("]")
+
+
+def _is_readable(file: Path) -> bool:
+    """Whether the file is there. Raises ``ConfigError`` if this user can't read it."""
+    try:
+        with file.open("rb"):
+            return True
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        remedy = "the user that runs Quartet must own it, or be in its group"
+        raise ConfigError(f"secrets: cannot read {file}: {error.strerror}; {remedy}") from error
 
 
 def _is_ip(host: str) -> bool:

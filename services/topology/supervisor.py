@@ -25,7 +25,7 @@ class SupervisorObserver(LaunchObserver, Protocol):
     """Also shows which process ended."""
 
     def died(self, child: Child) -> None:
-        """A process ended by itself; it is started again."""
+        """A process ended by itself; it is started again, unless another one has its worker id."""
         ...
 
 
@@ -114,6 +114,7 @@ class Supervisor:
             served_s = await self._served_until_end(child, is_again=is_again)
             if await child.wait() == EXIT_REPLACED:
                 # To start it again would take the id back, from a process that may be started again as well.
+                self._observer.died(child)
                 self._observer.progress(f"{child.name} is not started again: another process has its worker id")
                 return
             delay_s = backoff.next_delay_s(self._clock.now_s(), served_s)

@@ -119,6 +119,8 @@ class RouterGroup:
         for name in ("port", "http_port"):
             if not 0 <= getattr(self, name) <= _MAX_PORT:
                 raise ConfigError(f"{name}: must be in [0, {_MAX_PORT}], not {getattr(self, name)}")
+        if self.port and self.port == self.http_port:
+            raise ConfigError(f"http_port: {self.port} is router.port, too")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +286,7 @@ class Topology:
         if self.hosts:
             self._check_spread(named)
             self._check_reach()
+            self._check_ports()
         elif self.secrets is not None:
             raise ConfigError("secrets: are those of one of several hosts; a topology without hosts takes tls: true")
 
@@ -315,6 +318,24 @@ class Topology:
                     "secrets: is missing; it is the folder of a host that `quartet secrets` writes (or set "
                     f"{where}.overrides.server.insecure to true, for a network where everybody may read everything)"
                 )
+
+    def _check_ports(self) -> None:
+        """Refuse ports on which two processes would listen. Overrides are not looked at."""
+        holders: dict[tuple[str, int], str] = {}
+        of_router = {self.router.port: "router.port", self.router.http_port: "router.http_port"}
+        for name, host in self.hosts.items():
+            num_workers = sum(group.replicas for group in self.workers if group.host == name)
+            has_router = name in self.router.hosts
+            counted = host.ports(num_workers=num_workers, has_router=has_router)
+            fixed = {port: setting for port, setting in of_router.items() if port and has_router}
+            for port in counted:
+                if port in fixed:
+                    message = f"{host.first_port} counts its processes' ports over {fixed[port]}, {port}"
+                    raise ConfigError(f"hosts.{name}.first_port: {message}")
+            for port in (*fixed, *counted):
+                other = holders.setdefault((host.address, port), name)
+                if other != name:
+                    raise ConfigError(f"hosts.{name}: port {port} of {host.address} is that of hosts.{other}, too")
 
     def _overrides(self) -> list[tuple[str, Mapping[str, object]]]:
         groups = [(f"workers[{number}]", group.overrides) for number, group in enumerate(self.workers)]
@@ -406,7 +427,11 @@ def build_topology(settings: Mapping[str, object]) -> Topology:
         if etcd.get("user") and "password_file" not in etcd:
             missing["password_file"] = str(files.etcd_password)
         settings = merge(settings, {"discovery": {"etcd": missing}})
-    return build(Topology, settings)
+    topology = build(Topology, settings)
+    if topology.hosts and "endpoints" not in etcd:
+        # The default is an etcd on loopback, another one on each host.
+        raise ConfigError("discovery.etcd.endpoints: is missing; it names the etcd by which hosts find each other")
+    return topology
 
 
 def read_settings(

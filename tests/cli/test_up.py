@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator
 
 import pytest
+from typer.testing import CliRunner
 
+from cli.app import app
 from cli.up import wait_ready
 from quartet.rpc.server import RpcServer, ServerConfig
 from quartet.v1 import router_pb2
@@ -66,3 +70,14 @@ async def test_a_missing_router_is_waited_for(servers: Servers) -> None:
     assert await servers.reported() == "waiting for router, decode-0"
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
+
+
+def test_what_the_system_refuses_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(text: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), text)
+
+    monkeypatch.setattr("cli.up.find_topology", closed)
+    result = CliRunner().invoke(app, ["up", "/etc/x.yaml"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), "no traceback"
+    assert "quartet: [Errno 13] Permission denied: '/etc/x.yaml'" in result.output

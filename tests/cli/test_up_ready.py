@@ -14,6 +14,7 @@ from quartet.errors import ConfigError
 from services.topology.child import Child, start_child
 from services.topology.launch import LaunchError
 from services.topology.supervisor import RestartConfig, Supervisor
+from services.workers.config import EXIT_REPLACED
 from tests.e2e.process import wait_until
 
 
@@ -41,8 +42,16 @@ class Processes:
         return tuple(self._children.values())
 
     async def restart(self, name: str) -> Child:
-        self._children[name] = await start_child(name, ["sleep", "600"], {"PATH": "/usr/bin:/bin"}, lambda _line: None)
+        return await self.start(name, "sleep", "600")
+
+    async def start(self, name: str, *command: str) -> Child:
+        self._children[name] = await start_child(name, command, {"PATH": "/usr/bin:/bin"}, lambda _line: None)
         return self._children[name]
+
+    async def end(self) -> None:
+        for child in self.children:
+            child.send(signal.SIGKILL)
+            await child.wait()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -85,9 +94,30 @@ async def test_the_file_is_there_while_all_serve(restarts: RestartConfig | None,
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        for child in processes.children:
-            child.send(signal.SIGKILL)
-            await child.wait()
+        await processes.end()
+
+
+async def test_the_file_goes_with_a_worker_whose_id_another_process_has(tmp_path: Path) -> None:
+    path, end, processes, observer = tmp_path / "ready", tmp_path / "end", Processes(), Observer()
+    await processes.start("decode-0", "sh", "-c", f"until [ -e '{end}' ]; do sleep 0.05; done; exit {EXIT_REPLACED}")
+    await processes.restart("router")
+    ready = ReadyFile(path, observer)
+    ready.expect(["router", "decode-0"])
+
+    async def wait(name: str) -> None:
+        ready.serves(name)
+
+    running = asyncio.create_task(Supervisor(processes, ready, wait, restarts=RestartConfig()).run())
+    try:
+        await until(path.exists)
+        end.touch()
+        await until(lambda: "decode-0 died" in observer.messages)
+        assert not path.exists()
+        assert not running.done()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await processes.end()
 
 
 def test_a_file_that_cannot_be_written_is_an_error_at_once(tmp_path: Path) -> None:

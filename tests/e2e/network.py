@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+import pytest
+
 # Reserved for tests of networks (RFC 2544), so it is no address of this machine.
 _NETWORK = "198.18"
 _TIMEOUT_S = 60.0
@@ -33,6 +35,14 @@ def lacks() -> str:
         return "network namespaces take root"
     missing = [program for program in ("ip", "ss", "unshare", "mount", "hostname") if shutil.which(program) is None]
     return f"no {missing[0]}: apt-get install iproute2 util-linux hostname" if missing else ""
+
+
+def require_network() -> None:
+    """Skip where there can be no such network; fail instead where ``QUARTET_REQUIRE_NETNS=1``."""
+    if reason := lacks():
+        if os.environ.get("QUARTET_REQUIRE_NETNS") == "1":
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
 
 
 class Network:

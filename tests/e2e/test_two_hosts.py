@@ -31,7 +31,7 @@ from quartet.discovery.etcd_client import EtcdConfig
 from quartet.errors import DiscoveryError
 from quartet.events.curve import read_events_key
 from quartet.rpc.channels import TlsConfig, is_serving
-from tests.e2e.network import Host, Network, lacks
+from tests.e2e.network import Host, Network, require_network
 from tests.e2e.process import wait_until
 from tests.e2e.stack import Stack
 from tests.e2e.test_up_tls import lets_in
@@ -99,8 +99,7 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    if reason := lacks():
-        pytest.skip(reason)
+    require_network()
     with Network(tmp_path_factory.mktemp("network"), "left", "right") as network:
         yield network
 

@@ -42,24 +42,18 @@ def copied() -> set[str]:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_systemd_takes_every_line_of_a_unit(unit: Path, tmp_path: Path) -> None:
-    program = shutil.which("systemd-analyze")
-    if program is None:
-        pytest.skip("no systemd-analyze: apt-get install systemd")
+def test_systemd_takes_every_line_of_a_unit(unit: Path, tmp_path: Path, systemd_analyze: Path) -> None:
     # The program must be there, and on this machine it is not.
     copy = tmp_path / unit.name
     copy.write_text(unit.read_text().replace(PROGRAM, sys.executable))
-    ran = subprocess.run([program, "verify", copy], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run([systemd_analyze, "verify", copy], capture_output=True, text=True, timeout=60, check=False)
     assert (ran.returncode, ran.stdout + ran.stderr) == (0, "")
 
 
-def test_a_line_that_systemd_does_not_know_is_found(tmp_path: Path) -> None:
-    program = shutil.which("systemd-analyze")
-    if program is None:
-        pytest.skip("no systemd-analyze: apt-get install systemd")
+def test_a_line_that_systemd_does_not_know_is_found(tmp_path: Path, systemd_analyze: Path) -> None:
     copy = tmp_path / "wrong.service"
     copy.write_text(UNITS[0].read_text().replace(PROGRAM, sys.executable).replace("KillMode=", "KilMode="))
-    ran = subprocess.run([program, "verify", copy], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run([systemd_analyze, "verify", copy], capture_output=True, text=True, timeout=60, check=False)
     assert "KilMode" in ran.stderr
 
 
@@ -70,6 +64,13 @@ def test_the_command_of_a_unit_is_one_that_quartet_takes(unit: Path) -> None:
     file = DEPLOY / "two_hosts.yaml" if "--host" in options else ROOT / "configs/mock_fleet.yaml"
     result = CliRunner().invoke(app, [command, str(file), *options, "--dry-run"])
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_each_unit_has_a_folder_of_its_own_for_the_ready_file(unit: Path) -> None:
+    folder = setting(unit, "RuntimeDirectory")
+    assert f"--ready-file /run/{folder}/ready" in setting(unit, "ExecStart")
+    assert ("%i" in folder) is unit.name.endswith("@.service"), "systemd removes it when an instance stops"
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
@@ -95,6 +96,18 @@ def test_the_image_builds_the_wheel_of_all_that_belongs_into_it() -> None:
     assert all((ROOT / source).exists() for source in copied())
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert kept == copied()
+
+
+def test_the_image_has_a_compiler_for_triton_where_it_has_torch() -> None:
+    last = max(number for number, (name, _) in enumerate(instructions()) if name == "FROM")
+    [install] = [rest for name, rest in instructions()[last:] if name == "RUN" and "apt-get install" in rest]
+    assert {"gcc", "libc6-dev"} <= {*install.split()}
+    script = re.sub(r"apt-get update .*?(?= ;;)", "echo compiler", install)
+    for extras, has_compiler in (("torch,cuda,tls,otel", True), ("tls", False), ("tls,torch", True)):
+        ran = subprocess.run(
+            ["sh", "-c", script], env={"EXTRAS": extras}, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert ("compiler" in ran.stdout) is has_compiler
 
 
 def test_the_image_runs_as_nobody_in_particular_and_says_whether_it_serves() -> None:

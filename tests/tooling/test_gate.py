@@ -28,21 +28,28 @@ def test_a_machine_without_go_gets_it(machine: Machine) -> None:
 
 
 def test_a_machine_without_npm_gets_it_with_node(machine: Machine) -> None:
-    for name in ("etcd", "grpcurl", "go", "node", "chromium", "chromedriver"):
+    for name in ("etcd", "grpcurl", "go", "node", "chromium", "chromedriver", "systemd-analyze"):
         machine.install(name, "")
     machine.run(".ci/run")
     assert machine.calls("apt-get")[1].endswith("--no-install-recommends nodejs npm")
 
 
 def test_a_machine_without_a_browser_gets_chromium(machine: Machine) -> None:
-    for name in ("etcd", "grpcurl", "go", "node", "npm", "chromium"):
+    for name in ("etcd", "grpcurl", "go", "node", "npm", "chromium", "systemd-analyze"):
         machine.install(name, "")
     machine.run(".ci/run")
     assert machine.calls("apt-get")[1].endswith("--no-install-recommends chromium chromium-driver")
 
 
-def test_a_machine_that_has_all_gets_nothing(machine: Machine) -> None:
+def test_a_machine_without_systemd_gets_it_for_the_units(machine: Machine) -> None:
     for name in ("etcd", "grpcurl", "go", "node", "npm", "chromium", "chromedriver"):
+        machine.install(name, "")
+    machine.run(".ci/run")
+    assert machine.calls("apt-get")[1].endswith("--no-install-recommends systemd")
+
+
+def test_a_machine_that_has_all_gets_nothing(machine: Machine) -> None:
+    for name in ("etcd", "grpcurl", "go", "node", "npm", "chromium", "chromedriver", "systemd-analyze"):
         machine.install(name, "")
     assert machine.run(".ci/run").returncode == 0
     assert machine.calls("apt-get") == []

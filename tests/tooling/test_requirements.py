@@ -14,6 +14,13 @@ import pytest
 def test_marked() -> None: ...
 """
 WITH_PROMETHEUS = "def test_needs_it(prometheus) -> None: ..."
+WITH_NETWORK = """
+from tests.e2e.network import require_network
+
+def test_needs_it() -> None:
+    require_network()
+"""
+WITH_SYSTEMD = "def test_needs_it(systemd_analyze) -> None: ..."
 HIDE = """
 import pathlib, services.topology.launch, tests.e2e.prometheus
 services.topology.launch.TOOLS_DIR = tests.e2e.prometheus.UNPACKED = pathlib.Path("/nonexistent")
@@ -53,3 +60,16 @@ def test_a_test_that_needs_prometheus_is_skipped_with_the_reason(tmp_path: Path)
 
 def test_it_fails_where_prometheus_is_required(tmp_path: Path) -> None:
     assert "1 error" in run_pytest(tmp_path, WITH_PROMETHEUS, QUARTET_REQUIRE_PROMETHEUS="1")
+
+
+def test_a_test_on_two_hosts_is_skipped_where_there_can_be_no_network_of_them(tmp_path: Path) -> None:
+    assert "1 skipped" in run_pytest(tmp_path, WITH_NETWORK)
+
+
+def test_it_fails_where_the_network_is_required(tmp_path: Path) -> None:
+    assert "1 failed" in run_pytest(tmp_path, WITH_NETWORK, QUARTET_REQUIRE_NETNS="1")
+
+
+def test_a_test_that_needs_systemd_is_skipped_unless_it_is_required(tmp_path: Path) -> None:
+    assert "1 skipped" in run_pytest(tmp_path, WITH_SYSTEMD)
+    assert "1 error" in run_pytest(tmp_path, WITH_SYSTEMD, QUARTET_REQUIRE_SYSTEMD="1")

@@ -208,6 +208,20 @@ def test_http_is_no_way_round_what_grpc_asks_of_callers(tmp_path: Path) -> None:
     RouterConfig(http=HttpConfig(host="0.0.0.0"))  # it is off
 
 
+async def test_it_listens_on_an_ipv6_address_in_brackets() -> None:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    async with (
+        open_face(config=HttpConfig(host="[::1]")) as face,
+        aiohttp.ClientSession() as session,
+        session.get(f"http://[::1]:{face.port}/health") as response,
+    ):
+        assert response.status == 200
+
+
 async def test_connections_beyond_the_bounds_are_refused_and_make_room_when_they_end() -> None:
     async with open_face(config=HttpConfig(max_connections_of_address=2)) as face:
         held = [await asyncio.open_connection("127.0.0.1", face.port) for _ in range(2)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 from typer.testing import CliRunner
 
 from cli.app import app
@@ -38,6 +39,10 @@ def topology() -> Topology:
 
 def provide(topology: Topology, path: Path, valid: timedelta = YEAR) -> Sequence[str]:
     return provide_secrets(topology, SecretsFolder(path), valid=valid)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def names_of(cert_file: Path) -> set[str]:
@@ -87,9 +92,86 @@ def test_only_the_owner_can_open_what_is_secret(topology: Topology, tmp_path: Pa
 
 def test_run_again_it_changes_nothing(topology: Topology, tmp_path: Path) -> None:
     assert provide(topology, tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*.key")}
+    before = contents(tmp_path)
+    assert before.keys() > {"hosts/left/ca.pem", "etcd/ca.pem", "authority/grpc/ca.pem", "operator/operator.pem"}
     assert provide(topology, tmp_path) == []
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.key")} == before
+    assert contents(tmp_path) == before
+
+
+def assert_fits(directory: Path, name: str) -> None:
+    """The certificate is that of the key and of an authority in ``ca.pem``."""
+    certificate = x509.load_pem_x509_certificate((directory / f"{name}.pem").read_bytes())
+    key = serialization.load_pem_private_key((directory / f"{name}.key").read_bytes(), None)
+    assert key.public_key() == certificate.public_key()
+    certificate.verify_directly_issued_by(x509.load_pem_x509_certificate((directory / "ca.pem").read_bytes()))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 40])
+@pytest.mark.parametrize("file", ["router.pem", "router.key", "ca.pem"])
+def test_what_was_written_in_part_is_written_anew(
+    file: str, num_bytes: int, topology: Topology, tmp_path: Path
+) -> None:
+    provide(topology, tmp_path)
+    left = tmp_path / "hosts/left"
+    (left / file).write_bytes((left / file).read_bytes()[:num_bytes])
+    assert provide(topology, tmp_path) == ["hosts/left/ca.pem" if file == "ca.pem" else "hosts/left/router.pem"]
+    assert_fits(left, "router")
+    assert_fits(left, "prefill-0")
+
+
+def test_a_key_that_is_not_its_certificates_is_replaced_with_it(topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path)
+    left = tmp_path / "hosts/left"
+    shutil.copy(left / "prefill-0.key", left / "router.key")
+    assert provide(topology, tmp_path) == ["hosts/left/router.pem"]
+    assert_fits(left, "router")
+
+
+@pytest.mark.parametrize("name", ["events_key", "signing_keys", "http_keys", "etcd/password"])
+def test_an_empty_key_is_drawn_again(name: str, topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path)
+    (tmp_path / "authority" / name).write_bytes(b"")
+    assert set(provide(topology, tmp_path)) >= {f"authority/{name}", f"hosts/left/{name}"}
+    assert (tmp_path / "authority" / name).read_bytes() == (tmp_path / "hosts/left" / name).read_bytes() != b""
+
+
+@pytest.mark.parametrize("name", ["events_key", "signing_keys"])
+def test_half_a_key_is_an_error_that_names_the_file(name: str, topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path)
+    file = tmp_path / "authority" / name
+    file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(ConfigError, match=rf"authority/{name}"):
+        provide(topology, tmp_path)
+
+
+def test_an_authority_without_a_whole_key_is_an_error_that_names_the_file(topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path)
+    before = contents(tmp_path)
+    (tmp_path / "authority/grpc/ca.key").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"authority/grpc/ca\.key holds no key"):
+        provide(topology, tmp_path)
+    assert contents(tmp_path) == {**before, "authority/grpc/ca.key": b""}
+
+
+def test_a_second_authority_stays_where_it_was_added_and_goes_with_the_file(topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path / "old")
+    provide(topology, tmp_path / "new")
+    old, new = ((tmp_path / name / "authority/grpc/ca.pem").read_bytes() for name in ("old", "new"))
+    files = [tmp_path / "old" / name / "ca.pem" for name in ("authority/grpc", "hosts/left", "operator")]
+    for file in files:
+        file.write_bytes(new + old)
+    assert provide(topology, tmp_path / "old") == ["hosts/right/ca.pem", "client/ca.pem"], "they lacked it"
+    assert all(file.read_bytes() == new + old for file in files)
+    # The next step of a rotation: certificates of the new authority, trusted beside the old one.
+    shutil.copy(tmp_path / "new/authority/grpc/ca.key", tmp_path / "old/authority/grpc")
+    assert "hosts/left/router.pem" in provide(topology, tmp_path / "old")
+    assert all(file.read_bytes() == new + old for file in files)
+    assert_fits(tmp_path / "old/hosts/left", "router")
+    # The last one.
+    files[0].write_bytes(new)
+    files[1].unlink()
+    assert provide(topology, tmp_path / "old") == ["hosts/left/ca.pem"]
+    assert files[1].read_bytes() == new
 
 
 def test_a_further_host_gets_certificates_of_the_same_authority(topology: Topology, tmp_path: Path) -> None:
@@ -125,6 +207,22 @@ def test_a_key_that_was_replaced_goes_to_all_hosts(topology: Topology, tmp_path:
     (tmp_path / "authority/events_key").unlink()
     changed = provide(topology, tmp_path)
     assert set(changed) == {"authority/events_key", "hosts/left/events_key", "hosts/right/events_key"}
+
+
+def test_what_the_docs_remove_to_lock_out_a_host_leaves_the_others_nothing_that_it_had(tmp_path: Path) -> None:
+    hosts = {**SETTINGS["hosts"], "third": {"address": "10.0.0.3"}}  # type: ignore[dict-item]
+    workers = [*SETTINGS["workers"], {"role": "decode", "host": "third"}]  # type: ignore[misc]
+    provide(build_topology({**SETTINGS, "hosts": hosts, "workers": workers}), tmp_path)
+    (tmp_path / "authority/etcd/root_password").write_bytes(b"of root\n")
+    before = contents(tmp_path)
+    for name in ("hosts/third", "authority/grpc"):
+        shutil.rmtree(tmp_path / name)
+    for name in ("events_key", "signing_keys", "http_keys", "etcd/ca.key", "etcd/password"):
+        (tmp_path / "authority" / name).unlink()
+    provide(build_topology(SETTINGS), tmp_path)
+    after = contents(tmp_path)
+    assert after.keys() == {name for name in before if not name.startswith("hosts/third/")}
+    assert [name for name, content in after.items() if content == before[name]] == ["authority/etcd/root_password"]
 
 
 def test_certificates_of_an_authority_that_was_lost_are_made_anew(topology: Topology, tmp_path: Path) -> None:

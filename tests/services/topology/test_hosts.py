@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ from cli.app import app
 from quartet.config import build
 from quartet.errors import ConfigError
 from router.config import RouterConfig
+from services.topology.hosts import SecretFiles
 from services.topology.topology import Topology, load_topology, plan_routers, plan_workers
 from services.workers.config import WorkerConfig
 
+NOBODY = 65534
 TEXT = """
 namespace: spread
 hosts:
@@ -31,6 +36,12 @@ workers:
   - {role: decode, host: left, replicas: 2}
   - {role: decode, host: right, replicas: 2, gpus: [[0], [1]]}
 """
+
+# What differs in settings that clash.
+HOSTS: dict[str, Any] = yaml.safe_load(TEXT)["hosts"]
+BOTH = {"hosts": ["left", "right"]}
+OVER_ROUTER = {"address": "10.0.0.1", "first_port": 50045}
+OVER_HTTP = {"address": "10.0.0.1", "first_port": 7999}
 
 
 def load(tmp_path: Path, *assignments: str, text: str = TEXT) -> Topology:
@@ -90,6 +101,37 @@ def test_every_process_has_its_certificate_and_the_keys_that_all_share(tmp_path:
     assert router.signing_keys_file == worker.signing_keys_file
 
 
+@pytest.mark.parametrize(("closed", "named"), [("secrets", "ca.pem"), ("secrets/router.key", "router.key")])
+def test_secrets_of_another_user_are_an_error_that_names_the_file(
+    closed: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Relative, for folders above it are closed to others.
+    monkeypatch.chdir(tmp_path)
+    folder = Path("secrets")
+    folder.mkdir()
+    for name in ("ca.pem", "router.pem", "router.key", "events_key", "signing_keys"):
+        (folder / name).touch()
+    tmp_path.chmod(0o755)
+    with without_root():
+        assert [*SecretFiles(folder).missing(["router"], has_http=False)] == []
+    Path(closed).chmod(0)
+    with without_root(), pytest.raises(ConfigError, match=rf"^secrets: cannot read secrets/{named}: Permission denied"):
+        [*SecretFiles(folder).missing(["router"], has_http=False)]
+    Path(closed).chmod(0o700)
+
+
+@contextmanager
+def without_root() -> Iterator[None]:
+    """As a user for whom permissions count."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
 def test_what_the_settings_say_of_etcd_goes_before_the_folder_of_secrets(tmp_path: Path) -> None:
     own = ("discovery.etcd.tls={}", "discovery.etcd.password_file=/own")
     etcd = load(tmp_path, *own).discovery.etcd
@@ -115,6 +157,23 @@ def test_a_share_has_its_hosts_cores_for_itself(tmp_path: Path) -> None:
         ({"router": {"hosts": ["west"]}}, r"^router\.hosts: no host is called west"),
         ({"router": {"hosts": ["left"], "port": 0}}, r"^router\.port: must not be 0"),
         ({"discovery": {"kind": "file", "file": {"directory": "d"}}}, r"^discovery\.kind: must be etcd"),
+        ({"discovery": {}}, r"^discovery\.etcd\.endpoints: is missing"),
+        (
+            {"hosts": {**HOSTS, "right": HOSTS["left"]}},
+            r"^hosts\.right: port 50103 of 10\.0\.0\.1 is that of hosts\.left, too",
+        ),
+        (
+            {"hosts": {**HOSTS, "right": {"address": "10.0.0.1", "first_port": 50106}}},
+            r"^hosts\.right: port 50109 of 10\.0\.0\.1 is that of hosts\.left, too",
+        ),
+        (
+            {"hosts": {"left": {"address": "10.0.0.1"}, "right": {"address": "10.0.0.1"}}, "router": BOTH},
+            r"^hosts\.right: port 50050 of 10\.0\.0\.1 is that of hosts\.left, too",
+        ),
+        ({"hosts": {**HOSTS, "left": OVER_ROUTER}}, r"^hosts\.left\.first_port: 50045 .* router\.port, 50050"),
+        ({"hosts": {**HOSTS, "left": OVER_HTTP}}, r"^hosts\.left\.first_port: 7999 .* router\.http_port, 8000"),
+        ({"router": {"hosts": ["left"], "port": 50101}}, r"^hosts\.left\.first_port: 50100 .* router\.port, 50101"),
+        ({"router": {**BOTH, "http_port": 50050}}, r"^router\.http_port: 50050 is router\.port, too"),
         ({"workers": [{"role": "decode"}]}, r"^workers\[0\]\.host: is missing; it is one of left, right"),
         ({"workers": [{"role": "decode", "host": "left"}]}, r"^hosts\.right: nothing runs there"),
         ({"hosts": {"left": {"address": "0.0.0.0"}}}, r"^hosts\.left\.address: others can't dial 0\.0\.0\.0"),
@@ -135,6 +194,13 @@ def test_what_does_not_fit_is_named(changes: dict[str, Any], message: str, tmp_p
         load(tmp_path, text=yaml.safe_dump(settings))
 
 
+def test_ports_that_touch_are_no_clash(tmp_path: Path) -> None:
+    """The router's first port is free, as ``router.port`` stands for it; hosts of one address share the numbers out."""
+    hosts = {**HOSTS, "right": {"address": "10.0.0.1", "first_port": 50109}}
+    settings = {**yaml.safe_load(TEXT), "hosts": hosts}
+    load(tmp_path, "router.port=50100", text=yaml.safe_dump(settings))
+
+
 def test_ports_that_run_out_are_an_error(tmp_path: Path) -> None:
     topology = load(tmp_path, "host=left", "hosts.left.first_port=65530")
     with pytest.raises(ConfigError, match="first_port: 65530 leaves too few ports"):
@@ -148,7 +214,12 @@ def test_a_gpu_counts_once_on_each_host(tmp_path: Path) -> None:
 
 
 def test_in_the_clear_every_part_says_that_it_is_meant(tmp_path: Path) -> None:
-    settings = {**yaml.safe_load(TEXT), "secrets": None, "host": "left", "discovery": {"etcd": {}}}
+    settings = {
+        **yaml.safe_load(TEXT),
+        "secrets": None,
+        "host": "left",
+        "discovery": {"etcd": {"endpoints": ["10.0.0.9:2379"]}},
+    }
     settings["router"] = {"hosts": ["left"], "overrides": {"server": {"insecure": True}}}
     for group in settings["workers"]:
         group["overrides"] = {"server": {"insecure": True}}

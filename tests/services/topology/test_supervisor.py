@@ -141,6 +141,7 @@ async def test_a_worker_whose_id_another_process_has_stays_down_and_the_others_g
     scene = await started(scenes, replaced="raise SystemExit(3)", other=SLEEPER)
     running = scene.run(RestartConfig())
     await scene.observer.wait_shown("replaced is not started again: another process has its worker id")
+    assert scene.observer.shown[0] == "replaced ended with exit code 3", "observers hear of its end, as of any other"
     assert not scene.processes.was_restarted.is_set()
     assert scene.processes.child("other").is_running and not running.done()
     running.cancel()
