@@ -9,8 +9,8 @@ ifeq ($(ENGINE),trtllm)
 export SITE_PACKAGES := 1
 EXTRAS :=
 endif
-# Four keep two cores busy: tests that start processes mostly wait. Each imports torch, which takes memory and seconds of CPU.
-JOBS ?= 4
+# Three keep two cores busy: tests wait now and then. Each imports torch, which takes memory and seconds of CPU.
+JOBS ?= 3
 # A file's tests share what it has started; tests/conftest.py says in which order.
 # Compiled code is kept, whatever the environment says: pytest takes seconds to rewrite the assertions of all files.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -42,7 +42,7 @@ run-%: setup tools  ## Start configs/%.yaml on this machine: run-disagg, run-agg
 run-gpu-%: setup tools  ## Start configs/gpu/%.yaml on this machine's GPUs: run-gpu-agg, run-gpu-disagg (ARGS=...)
 	@exec $(BIN)/quartet up configs/gpu/$*.yaml $(ARGS)
 
-test: setup tools node  ## Run all tests but those of test-bench, test-chaos, -trtllm, -clients and -deploy (JOBS=3: that many at once)
+test: setup tools node  ## Run all tests but those of test-bench, test-chaos, -trtllm, -clients and -deploy (JOBS=4: that many at once)
 	$(PYTEST) -m "not chaos and not bench and not trtllm and not clients and not deploy"
 
 test-unit: setup tools  ## Run the tests that start no service processes

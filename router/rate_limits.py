@@ -122,7 +122,10 @@ class RateLimits:
 
     def _accounts(self, tenant: str, key: ApiKey | None) -> list[_Account]:
         """Those that a request of the tenant, with that key, is charged to, as they are now."""
-        config, found, now = self._tenants.config(tenant), list[_Account](), self._clock()
+        config, found = self._tenants.config(tenant), list[_Account]()
+        if not config.is_limited and (key is None or not key.is_limited):
+            return found
+        now = self._clock()
         if config.is_limited:
             owner = f"tenant {tenant}" if tenant else "the tenant without a name"
             account = self._of_tenants.get(tenant, owner, now)
