@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +44,8 @@ class Cluster:
         return self._registries[-1]
 
     def client(self, *endpoints: str) -> EtcdClient:
-        self._clients.append(EtcdClient(_config(*endpoints)))
+        # These are the test's own hand: on a busy machine they wait.
+        self._clients.append(EtcdClient(replace(_config(*endpoints), request_timeout_s=TIMEOUT_S)))
         return self._clients[-1]
 
     async def close(self) -> None:
