@@ -13,6 +13,7 @@ those of the benchmark get one first.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -272,7 +273,11 @@ def take_precedence(pids: Sequence[int]) -> None:
         # Linux may share cores out to sessions first, whatever the priority within each.
         group = Path(f"/proc/{pid}/autogroup")
         if group.exists():
-            group.write_text(str(_PRIORITY), encoding="ascii")
+            try:
+                group.write_text(str(_PRIORITY), encoding="ascii")
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # it is in no session's group, so its own priority counts
+                    raise
 
 
 async def _measure(

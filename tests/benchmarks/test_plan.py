@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +59,20 @@ def test_percentiles_of_live_runs_are_those_of_replays() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may take precedence")
 def test_precedence_is_that_of_all_threads() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        try:
+            take_precedence([child.pid])
+            assert os.getpriority(os.PRIO_PROCESS, child.pid) == -20
+        finally:
+            child.kill()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take precedence")
+def test_a_process_outside_all_sessions_needs_no_precedence_for_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         try:
             take_precedence([child.pid])
