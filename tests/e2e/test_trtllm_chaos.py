@@ -132,8 +132,7 @@ def counts(stack: Stack, names: Sequence[str], what: str) -> int:
 
 
 def num_attempts(stack: Stack) -> float:
-    samples = stack.metrics("router").samples
-    return sum(value for (name, _labels), value in samples.items() if name == "quartet_router_attempts_total")
+    return sum(stack.metrics("router").samples("quartet_router_attempts_total").values())
 
 
 def stop_half_way(stack: Stack, name: str) -> None:
