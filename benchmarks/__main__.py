@@ -8,6 +8,7 @@ Run the long forms by name, and ``overload``, ``profile``, ``index``, ``routing`
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -141,4 +142,8 @@ def _what_is_shown(run: Run, results: Path) -> str:
 
 
 if __name__ == "__main__":
+    # No arguments: but --help and a misspelt one must not run for minutes and write over results.
+    argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     sys.exit(run_all(BENCHMARKS, RESULTS, PAGE))
