@@ -159,7 +159,10 @@ async def test_a_failure_is_one_line_with_status_and_field(
 async def test_nonsense_is_reported_without_a_router(run_cli: RunCli) -> None:
     result = await run_cli("generate", "Hi", "--top-p", "2", "--router", "127.0.0.1:1")
     assert result.exit_code == 1
-    assert result.stderr == "quartet: INVALID_ARGUMENT INVALID_FIELD (sampling.top_p): top_p must be in (0.0, 1.0], not 2.0\n"
+    assert (
+        result.stderr
+        == "quartet: INVALID_ARGUMENT INVALID_FIELD (sampling.top_p): top_p must be in (0.0, 1.0], not 2.0\n"
+    )
 
 
 @pytest.mark.parametrize(
