@@ -316,9 +316,9 @@ async def test_a_collector_that_never_answers_holds_up_the_end_for_two_and_a_hal
         now += 1.9
         await let_tasks_run()
         assert not closing.done(), "the collector has two seconds"
-        now += 0.1
+        now += 0.11
         await let_tasks_run()
-        now += 0.5
+        now += 0.51
         await let_tasks_run()
         assert closing.done()
 
