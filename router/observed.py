@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from quartet.api.fleet import WorkerStatus
 from quartet.discovery.base import Role, RouterRecord
+from quartet.rpc.channels import ListenAddress
 from quartet.telemetry.targets import Target
 from quartet.telemetry.vllm_names import AdapterFigures, ModelFigures
 from router.workers import PoolKey
@@ -63,8 +64,27 @@ def adapter_figures(
     return AdapterFigures(num_served=len(served), waiting=waiting, running=running)
 
 
-def scrape_targets(statuses: Iterable[WorkerStatus], routers: Sequence[RouterRecord], namespace: str) -> list[Target]:
-    """The processes of ``namespace`` that have said where their metrics are."""
+def scrape_targets(
+    statuses: Iterable[WorkerStatus], routers: Sequence[RouterRecord], namespace: str, *, host: str, is_near: bool
+) -> list[Target]:
+    """The processes of ``namespace`` that have said where their metrics are, and that who asks can reach there.
+
+    Metrics on loopback are those of the process's own host: only who asks there is told of them.
+
+    Args:
+        statuses: all workers.
+        routers: all routers.
+        namespace: of the deployment.
+        host: that others dial for this router; empty: they can't.
+        is_near: whether who asks is on this router's host.
+    """
+
+    def is_within_reach(metrics_address: str, grpc_address: str) -> bool:
+        if not ListenAddress.parse(metrics_address, "metrics_address").is_loopback:
+            return True
+        peer = ListenAddress.parse(grpc_address, "grpc_address")
+        return is_near and (peer.is_loopback or peer.host == host)
+
     workers = [
         Target(
             address=status.record.http_address,
@@ -74,6 +94,7 @@ def scrape_targets(statuses: Iterable[WorkerStatus], routers: Sequence[RouterRec
             model=status.record.model_name,
         )
         for status in statuses
+        if status.record.http_address and is_within_reach(status.record.http_address, status.record.grpc_address)
     ]
     others = [
         Target(
@@ -83,8 +104,9 @@ def scrape_targets(statuses: Iterable[WorkerStatus], routers: Sequence[RouterRec
             namespace=namespace,
         )
         for record in routers
+        if record.metrics_address and is_within_reach(record.metrics_address, record.grpc_address)
     ]
-    return [target for target in (*others, *workers) if target.address]
+    return [*others, *workers]
 
 
 def _figures(

@@ -24,7 +24,7 @@ from quartet.streams.signed_start import SigningKeys
 from quartet.supervision import LoopWatch, Supervisor
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, monitor_event_loop_lag
-from quartet.telemetry.targets import Target
+from quartet.telemetry.targets import ListTargets, Target
 from quartet.telemetry.tracing import Tracer, open_tracer
 from quartet.telemetry.vllm_names import show_router_as_vllm
 from router.admission import Admission
@@ -203,14 +203,15 @@ class RouterProcess:
         if prefill_pools.has_discovered:
             tasks.start("prefill-pools", prefill_pools.follow())
 
-    def _targets(self, table: WorkerTable, peering: Peering) -> Sequence[Target]:
+    def _targets(self, table: WorkerTable, peering: Peering, is_near: bool) -> Sequence[Target]:
         """What Prometheus is told of: nothing before discovery has listed it. Any thread may ask."""
         if peering.routers is None:
             return ()
-        namespace = self._config.discovery.namespace
-        return scrape_targets(table.statuses(time.monotonic()), peering.routers, namespace)
+        namespace, host = self._config.discovery.namespace, self._config.host_of(self._config.server.address)
+        statuses = table.statuses(time.monotonic())
+        return scrape_targets(statuses, peering.routers, namespace, host=host, is_near=is_near)
 
-    async def _start_http(self, pipeline: Pipeline, targets: Callable[[], Sequence[Target]]) -> HttpServer | None:
+    async def _start_http(self, pipeline: Pipeline, targets: ListTargets) -> HttpServer | None:
         config = self._config
         if not config.http.port:
             return None

@@ -107,7 +107,28 @@ def test_adapters_of_all_workers_are_counted_once() -> None:
 def test_processes_that_say_where_their_metrics_are_can_be_scraped() -> None:
     statuses = [status(make_record("decode-0", http_address="10.0.0.2:9000")), status(make_record("prefill-0"))]
     routers = [make_router("router-0"), make_router("router-1", metrics_address="")]
-    assert scrape_targets(statuses, routers, "here") == [
+    assert scrape_targets(statuses, routers, "here", host="127.0.0.1", is_near=True) == [
         Target(address="127.0.0.1:9090", role="router", worker_id="router-0", namespace="here"),
         Target(address="10.0.0.2:9000", role="decode", worker_id="decode-0", namespace="here", model="tiny"),
     ]
+
+
+def test_metrics_on_loopback_are_for_who_asks_on_that_host() -> None:
+    statuses = [
+        status(make_record("decode-0", grpc_address="10.0.0.1:50103", http_address="127.0.0.1:50105")),
+        status(make_record("decode-1", grpc_address="10.0.0.2:50103", http_address="127.0.0.1:50105")),
+        status(make_record("decode-2", grpc_address="10.0.0.3:50103", http_address="10.0.0.3:50105")),
+        status(make_record("decode-3", grpc_address="127.0.0.1:50203", http_address="[::1]:50205")),
+    ]
+    routers = [
+        make_router("left", grpc_address="10.0.0.1:50050", metrics_address="127.0.0.1:50102"),
+        make_router("right", grpc_address="10.0.0.2:50050", metrics_address="127.0.0.1:50102"),
+    ]
+
+    def names(host: str, *, is_near: bool) -> list[str]:
+        return [target.worker_id for target in scrape_targets(statuses, routers, "here", host=host, is_near=is_near)]
+
+    assert names("10.0.0.1", is_near=True) == ["left", "decode-0", "decode-2", "decode-3"]
+    assert names("10.0.0.2", is_near=True) == ["right", "decode-1", "decode-2", "decode-3"]
+    assert names("", is_near=True) == ["decode-2", "decode-3"], "a router that nobody can dial has no host"
+    assert names("10.0.0.1", is_near=False) == ["decode-2"]
