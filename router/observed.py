@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quartet.api.fleet import WorkerStatus
+from quartet.api.fleet import WorkerState, WorkerStatus
 from quartet.discovery.base import Role, RouterRecord
 from quartet.rpc.channels import ListenAddress
 from quartet.telemetry.targets import Target
@@ -54,6 +54,33 @@ def _known(workers: Sequence[WorkerStatus], before: _KnownModel | None) -> _Know
         # Buckets that are there stay.
         max_model_len=max(*lengths, 0 if before is None else before.max_model_len),
     )
+
+
+class RequiredRoles:
+    """Which of the roles that a router requires have no ready worker, by model.
+
+    A model is known from its first worker of such a role on, and for good: a model that has lost all is missed.
+    """
+
+    def __init__(self, roles: Collection[Role]) -> None:
+        """``roles`` each need a ready worker."""
+        self._roles = sorted(roles)
+        self._models: frozenset[str] = frozenset()
+
+    def read(self, statuses: Iterable[WorkerStatus]) -> Mapping[tuple[str, str], bool]:
+        """By model and role, whether it is missing. Several threads may read.
+
+        Before any model is known, its name is empty.
+
+        Args:
+            statuses: all workers.
+        """
+        required = [status for status in statuses if status.record.role in self._roles]
+        ready = {(one.record.model_name, one.record.role) for one in required if one.state is WorkerState.READY}
+        models = self._models = self._models | {status.record.model_name for status in required}
+        return {
+            (model, role.value): (model, role) not in ready for model in sorted(models or {""}) for role in self._roles
+        }
 
 
 def adapter_figures(

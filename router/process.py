@@ -44,7 +44,7 @@ from router.media.encode_queue import EncodeQueue
 from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
-from router.observed import ObservedModels, adapter_figures, scrape_targets
+from router.observed import ObservedModels, RequiredRoles, adapter_figures, scrape_targets
 from router.peers import Peering
 from router.policy.create import create_policy
 from router.prefill_for import PrefillFor
@@ -359,7 +359,7 @@ class RouterProcess:
 
     def _watch_requests(self, pipeline: Pipeline, prefills: PrefillFor | None) -> None:
         media, admission, models = pipeline.context.media, pipeline.context.admission, ObservedModels()
-        encode = media.encode
+        encode, required = media.encode, RequiredRoles(self._config.required_roles)
 
         def num_queued() -> int:
             num_prefills = 0 if prefills is None else prefills.num_queued
@@ -376,6 +376,7 @@ class RouterProcess:
                 "prompts": pipeline.context.prompts.usage,
             }
         )
+        self._metrics.watch_missing_roles(lambda: required.read(pipeline.context.table.statuses(time.monotonic())))
         show_router_as_vllm(
             self._registry,
             self._metrics,

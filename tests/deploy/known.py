@@ -124,6 +124,7 @@ def _router_and_worker() -> CollectorRegistry:
     router.set_workers("decode", "ready", 1)
     router.watch_usage(lambda: 0)
     router.watch_queues(lambda: {"room": 0.0})
+    router.watch_missing_roles(lambda: {("m", "decode"): False})
     worker.expect_transfers(("shm", "grpc"))
     tier = TierCounts(Tier.HOST, BlockCounts(1, 1, 1, 1, 4), 100)
     worker.watch_engine(lambda: [EngineStats(tiers=(tier,))])
