@@ -511,6 +511,18 @@ _ERRORS = Dashboard(
             ],
         ),
         Panel(
+            title="Time until certificates end",
+            text="Which certificate that is in use must be renewed, or its process restarted? Empty without TLS.",
+            queries=[
+                Query(
+                    "min by (quartet_worker, use)"
+                    f" (quartet_process_certificate_end_timestamp_seconds{{{_ALL}}}) - time()",
+                    "{{quartet_worker}} {{use}}",
+                )
+            ],
+            unit="s",
+        ),
+        Panel(
             title="Lateness of event loops",
             text="Does something block a process? 99 of 100 timers ran no later than this.",
             queries=[

@@ -23,7 +23,13 @@ from quartet.rpc.server import RpcServer, StalledCalls
 from quartet.streams.signed_start import SigningKeys
 from quartet.supervision import LoopWatch, Supervisor
 from quartet.telemetry.http import Probes, TelemetryServer
-from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, monitor_event_loop_lag
+from quartet.telemetry.metrics import (
+    CertificateMetrics,
+    CertificateUse,
+    ProcessMetrics,
+    RouterMetrics,
+    monitor_event_loop_lag,
+)
 from quartet.telemetry.targets import ListTargets, Target
 from quartet.telemetry.tracing import Tracer, open_tracer
 from quartet.telemetry.vllm_names import show_router_as_vllm
@@ -87,6 +93,7 @@ class RouterProcess:
         self._on_failure = on_failure
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
+        self._certificates = CertificateMetrics(self._registry)
         self._metrics.expect_causes(attempt_causes())
         self._stalled = StalledCalls(config.stall_timeout_s)
         self._signing_keys = None if config.signing_keys_file is None else SigningKeys(config.signing_keys_file)
@@ -154,6 +161,7 @@ class RouterProcess:
             self._watch_requests(pipeline, prefills)
             servicer = self._servicer(pipeline, table, fleet, prefills)
             server = self._server(servicer, table, fleet)
+            self._watch_certificates(fleet, server, pipeline.context.prefill_pools)
             grpc_port = await server.start()
             self.address = f"{config.server.address.rpartition(':')[0]}:{grpc_port}"
             stack.push_async_callback(server.drain, 0)
@@ -183,6 +191,11 @@ class RouterProcess:
         if self._tracer is not None:
             stack.push_async_callback(self._tracer.close)
 
+    def _watch_certificates(self, fleet: Fleet, server: RpcServer, prefill_pools: PrefillPools) -> None:
+        self._certificates.watch(CertificateUse.GRPC, server.certificate_end)
+        self._certificates.watch(CertificateUse.DIAL, fleet.certificate_end)
+        prefill_pools.watch_certificates(self._certificates)
+
     def _follow_workers(
         self,
         tasks: Supervisor,
@@ -195,6 +208,7 @@ class RouterProcess:
     ) -> None:
         """Start what keeps the table up to date, and tells other routers and clients of this one."""
         registry = create_registry(self._config.discovery)
+        self._certificates.watch(CertificateUse.ETCD, registry.certificate_end)
         stack.push_async_callback(registry.close)
         tasks.start("discovery", fleet.watch(registry.watch()))
         tasks.start("peers", peering.follow(registry.watch_routers(), fleet, table))
@@ -224,6 +238,7 @@ class RouterProcess:
             is_ready=self._probes().is_ready,
             targets=targets,
         )
+        self._certificates.watch(CertificateUse.HTTP, server.certificate_end)
         port = self._openai_port = await server.start()
         scheme = "http" if config.http.tls is None else "https"
         logger.info("OpenAI's API listens on %s://%s:%d/v1", scheme, config.http.host, port)

@@ -302,6 +302,13 @@ class Registry(ABC):
         self._open.add(watch)
         return watch
 
+    def certificate_end(self) -> float | None:
+        """Unix time at which the first of the certificates ends that its connections have; ``None``: they have none.
+
+        Any thread may ask.
+        """
+        return None
+
     async def close(self) -> None:
         """Close every registration and watch made here, and the connection; ends in bounded time."""
         await asyncio.gather(*(part.close() for part in self._open))

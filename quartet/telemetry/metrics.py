@@ -111,6 +111,45 @@ class ProcessMetrics:
             self._longest_stall.set(stall_s)
 
 
+class CertificateUse(StrEnum):
+    """What a process shows a certificate for."""
+
+    GRPC = "grpc"  # to those who call it
+    HTTP = "http"  # the same, over HTTP
+    DIAL = "dial"  # to processes of Quartet that it calls
+    ETCD = "etcd"  # to etcd
+
+
+class CertificateMetrics:
+    """When the certificates end that a process uses; nothing where it uses none."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._ends: list[tuple[CertificateUse, Callable[[], float | None]]] = []
+        registry.register(_ReadCollector(self._read))
+
+    def watch(self, use: CertificateUse, end: Callable[[], float | None]) -> None:
+        """Show at each scrape the Unix time that ``end`` gives, of several the first; ``None``: no certificate.
+
+        It is called on the scrape's thread.
+        """
+        self._ends.append((use, end))
+
+    def _read(self) -> Iterator[Metric]:
+        first: dict[CertificateUse, float] = {}
+        for use, read in tuple(self._ends):
+            if (end := read()) is not None:
+                first[use] = min(end, first.get(use, end))
+        if first:
+            name, text = (
+                "quartet_process_certificate_end_timestamp_seconds",
+                "Unix time at which a certificate in use ends.",
+            )
+            family = GaugeMetricFamily(name, text, labels=["use"])
+            for use, end in first.items():
+                family.add_metric([use], end)
+            yield family
+
+
 async def monitor_event_loop_lag(metrics: ProcessMetrics, interval_s: float = _LAG_INTERVAL_S) -> None:
     """Measure every ``interval_s`` seconds how late the running event loop is, until cancelled.
 

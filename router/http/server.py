@@ -165,6 +165,10 @@ class HttpServer:
             raise ConfigError(f"http.port: cannot listen on {where}: {error.strerror or error}") from error
         return int(self._listener.sockets[0].getsockname()[1])
 
+    def certificate_end(self) -> float | None:
+        """Unix time at which the certificate ends that new connections get; ``None``: there is no TLS."""
+        return None if self._certificates is None else self._certificates.end
+
     async def tend(self) -> None:
         """Look after connections and certificates until cancelled."""
         async with asyncio.TaskGroup() as tasks:

@@ -20,6 +20,8 @@ from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.gpus import watch_gpus
 from quartet.telemetry.metrics import (
     AdmissionOutcome,
+    CertificateMetrics,
+    CertificateUse,
     HandOffOutcome,
     PoolMetrics,
     ProcessMetrics,
@@ -118,6 +120,7 @@ def families() -> Mapping[str, tuple[str, frozenset[str]]]:
 def _router_and_worker() -> CollectorRegistry:
     registry = CollectorRegistry()
     ProcessMetrics(registry)
+    CertificateMetrics(registry).watch(CertificateUse.GRPC, lambda: 1.0)
     router, worker = RouterMetrics(registry), WorkerMetrics(registry)
     router.expect_causes(attempt_causes())
     router.for_model("m")
@@ -141,5 +144,6 @@ def values() -> Mapping[str, frozenset[str]]:
         "cause": frozenset({"first"} | reasons),
         "part": frozenset(map(str, ReusePart)),
         "role": frozenset(map(str, Role)),
+        "use": frozenset(map(str, CertificateUse)),
         "state": frozenset({*map(str, WorkerState), "used", "held", "cached", "free"}),
     }

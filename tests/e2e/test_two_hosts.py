@@ -260,11 +260,17 @@ async def test_what_the_page_says_to_paste_works(fleet: Fleet) -> None:
     listed = await run(workers, variables)
     assert all(name in listed for name in WORKERS)
     assert (await run(generate, variables)).strip()
-    key = f"$(cut -d' ' -f2 {fleet.secrets}/authority/http_keys)"
-    url = f"https://{fleet.network.hosts['left'].address}:8000/v1/chat/completions"
-    curl = f'curl -sS --cacert {fleet.secrets}/client/ca.pem -H "Authorization: Bearer {key}" {url} -d'
-    chat = await run(f"""{curl} '{{"messages":[{{"role":"user","content":"Once"}}],"max_tokens":4}}'""", {})
-    assert json.loads(chat)["usage"]["completion_tokens"] == 4
+    router = f"https://{fleet.network.hosts['left'].address}:8000"
+    curl = f"curl -sS --cacert {fleet.secrets}/client/ca.pem" + ' -H "Authorization: Bearer $(cat {}/http_key)" {}'
+    chat = curl.format(fleet.secrets / "client", f"{router}/v1/chat/completions")
+    answer = await run(f"""{chat} -d '{{"messages":[{{"role":"user","content":"Once"}}],"max_tokens":4}}'""", {})
+    assert json.loads(answer)["usage"]["completion_tokens"] == 4
+    targets = [
+        await run(curl.format(fleet.secrets / who, f"{router}/prometheus/targets"), {})
+        for who in ("operator", "client")
+    ]
+    assert all(name in targets[0] for name in WORKERS)
+    assert not any(name in targets[1] for name in WORKERS), "who asks may not look at the fleet"
 
 
 async def run(line: str, variables: dict[str, str]) -> str:
