@@ -7,6 +7,7 @@ import logging
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -296,6 +297,7 @@ async def test_a_collector_that_is_away_holds_up_neither_requests_nor_the_end() 
     async with asyncio.timeout(60):
         await tracer.close()
         await tracer.close()
+    join_closing_threads()
 
 
 async def test_a_collector_that_never_answers_holds_up_the_end_for_two_and_a_half_seconds(
@@ -321,6 +323,15 @@ async def test_a_collector_that_never_answers_holds_up_the_end_for_two_and_a_hal
         now += 0.51
         await let_tasks_run()
         assert closing.done()
+        join_closing_threads()
+
+
+def join_closing_threads() -> None:
+    """What they still log must not be taken for another test's."""
+    for thread in threading.enumerate():
+        if thread.name == "otlp-shutdown":
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 async def let_tasks_run() -> None:
