@@ -32,7 +32,7 @@ from quartet.telemetry.metrics import (
     RouterMetrics,
     monitor_event_loop_lag,
 )
-from quartet.telemetry.targets import Target
+from quartet.telemetry.targets import ListTargets, Target
 from quartet.telemetry.tracing import Tracer, open_tracer
 from quartet.telemetry.vllm_names import show_router_as_vllm
 from router.admission import Admission
@@ -52,7 +52,7 @@ from router.media.encode_queue import EncodeQueue
 from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
-from router.observed import ObservedModels, adapter_figures, scrape_targets
+from router.observed import ObservedModels, RequiredRoles, adapter_figures, scrape_targets
 from router.peers import Peering
 from router.policy.create import create_policy
 from router.prefill_for import PrefillFor
@@ -223,14 +223,15 @@ class RouterProcess:
         if prefill_pools.has_discovered:
             tasks.start("prefill-pools", prefill_pools.follow())
 
-    def _targets(self, table: WorkerTable, peering: Peering) -> Sequence[Target]:
+    def _targets(self, table: WorkerTable, peering: Peering, is_near: bool) -> Sequence[Target]:
         """What Prometheus is told of: nothing before discovery has listed it. Any thread may ask."""
         if peering.routers is None:
             return ()
-        namespace = self._config.discovery.namespace
-        return scrape_targets(table.statuses(time.monotonic()), peering.routers, namespace)
+        namespace, host = self._config.discovery.namespace, self._config.host_of(self._config.server.address)
+        statuses = table.statuses(time.monotonic())
+        return scrape_targets(statuses, peering.routers, namespace, host=host, is_near=is_near)
 
-    async def _start_http(self, pipeline: Pipeline, targets: Callable[[], Sequence[Target]]) -> HttpServer | None:
+    async def _start_http(self, pipeline: Pipeline, targets: ListTargets) -> HttpServer | None:
         config = self._config
         if not config.http.port:
             return None
@@ -387,7 +388,7 @@ class RouterProcess:
 
     def _watch_requests(self, pipeline: Pipeline, prefills: PrefillFor | None) -> None:
         media, admission, models = pipeline.context.media, pipeline.context.admission, ObservedModels()
-        encode = media.encode
+        encode, required = media.encode, RequiredRoles(self._config.required_roles)
 
         def num_queued() -> int:
             num_prefills = 0 if prefills is None else prefills.num_queued
@@ -404,6 +405,7 @@ class RouterProcess:
                 "prompts": pipeline.context.prompts.usage,
             }
         )
+        self._metrics.watch_missing_roles(lambda: required.read(pipeline.context.table.statuses(time.monotonic())))
         show_router_as_vllm(
             self._registry,
             self._metrics,

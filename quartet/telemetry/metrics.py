@@ -512,6 +512,21 @@ class RouterMetrics:
 
         self._registry.register(_ReadCollector(collect))
 
+    def watch_missing_roles(self, read: Callable[[], Mapping[tuple[str, str], bool]]) -> None:
+        """Show at each scrape by model and role whether no worker is ready that must be; an empty model: of any model.
+
+        ``read`` is called on the scrape's thread and may not block.
+        """
+
+        def collect() -> Iterator[Metric]:
+            text = "1: the model has no ready worker of a role that the router requires."
+            family = GaugeMetricFamily("quartet_router_missing_roles", text, labels=["model", "role"])
+            for labels, is_missing in read().items():
+                family.add_metric(labels, is_missing)
+            yield family
+
+        self._registry.register(_ReadCollector(collect))
+
     def watch_index(
         self, num_live: Callable[[], int], num_blocks: Callable[[], int], num_predicted_blocks: Callable[[], int]
     ) -> None:

@@ -263,10 +263,19 @@ class Topology:
         if self.trtllm_start_interval_s < 0:
             raise ConfigError("trtllm_start_interval_s: must not be negative")
         self._check_gpus()
+        self._check_http_port()
         self._check_pools()
         self._check_hosts()
         if self.tls or self.secrets is not None:
             self._check_certificates()
+
+    def _check_http_port(self) -> None:
+        """Refuse a port of HTTP beside ``router.http_port``: ``quartet up`` would print that one."""
+        where, overrides = "router.overrides", self.router.overrides
+        if self.global_router is not None:
+            where, overrides = "global_router.router", found(self.global_router, "router")
+        if found(overrides, "http").get("port") is not None:
+            raise ConfigError(f"{where}.http.port: in a topology the port of HTTP is router.http_port; set that")
 
     def _check_pools(self) -> None:
         for number, group in enumerate(self.workers):

@@ -95,9 +95,6 @@ def families() -> Mapping[str, tuple[str, frozenset[str]]]:
     pools = PoolMetrics(registry)
     pools.expect(["east"])
     pools.set_ready("east", 1)
-    encode = EncodeMetrics(registry)
-    encode.watch_tower(EncoderStats)
-    encode.watch_pool(lambda: BlockCounts(1, 1, 1, 1, 4))
     source = SourceFigures(
         name="trtllm",
         is_connected=True,
@@ -132,6 +129,10 @@ def _router_and_worker() -> CollectorRegistry:
     router.set_workers("decode", "ready", 1)
     router.watch_usage(lambda: 0)
     router.watch_queues(lambda: {"room": 0.0})
+    encode = EncodeMetrics(registry)
+    encode.watch_tower(EncoderStats)
+    encode.watch_pool(lambda: BlockCounts(1, 1, 1, 1, 4))
+    router.watch_missing_roles(lambda: {("m", "decode"): False})
     worker.expect_transfers(("shm", "grpc"))
     tier = TierCounts(Tier.HOST, BlockCounts(1, 1, 1, 1, 4), 100)
     worker.watch_engine(lambda: [EngineStats(tiers=(tier,))])

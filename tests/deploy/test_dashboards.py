@@ -184,7 +184,7 @@ def test_panels_lie_side_by_side_and_each_says_its_question() -> None:
 
 
 def test_each_alert_says_what_is_wrong_and_where_to_look() -> None:
-    assert len({rule["alert"] for rule in RULES}) == len(RULES) == 11
+    assert len({rule["alert"] for rule in RULES}) == len(RULES) == 12
     for rule in RULES:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert set(rule["annotations"]) == {"summary", "description"}
@@ -196,6 +196,7 @@ def test_each_alert_says_what_is_wrong_and_where_to_look() -> None:
 #: Of each alert: its longest window in minutes, ``for`` and threshold, and what its line in the page says of them.
 BOUNDS = {
     "QuartetWorkerLost": (10, "1m", None, ("the last 10 minutes", "for 1 minute")),
+    "QuartetRoleMissing": (None, "1m", 0.0, ("for 1 minute",)),
     "QuartetNotScraped": (None, "1m", 0.0, ("for 1 minute",)),
     "QuartetQueueFull": (5, None, 0.0, ("within 5 minutes",)),
     "QuartetQueueNearFull": (None, "1m", 0.8, ("more than 80 % full", "for 1 minute")),

@@ -24,6 +24,7 @@ from benchmarks.wedged_process import WEDGE_VARIABLE, Place, wedge_file
 from quartet.client import QuartetClient, RequestPath, Sampling
 from quartet.errors import ServingError
 from quartet.rpc.channels import TlsConfig
+from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.gpus import watch_gpus
 from quartet.telemetry.http import Probes, TelemetryServer
 from tests.certificates import CertificateAuthority
@@ -106,7 +107,8 @@ class Load:
 class Site:
     """What runs, all with certificates of ``authority``.
 
-    In ``folder`` are the files that bring faults about, and ``usage``, the folder of usage records.
+    In ``folder`` are the files that bring faults about, and ``usage``, the folder of usage records. Mock engines take
+    no media, so ``encode`` stands for the metrics of a worker that does.
     """
 
     authority: CertificateAuthority
@@ -114,6 +116,7 @@ class Site:
     prometheus: Prometheus
     load: Load
     folder: Path
+    encode: EncodeMetrics
 
     def client(self) -> QuartetClient:
         """A client of the router."""
@@ -151,6 +154,7 @@ def site(prometheus: Path, start_stack: StartStack, tmp_path_factory: pytest.Tem
     """One prefill, two decodes and a router under load, scraped by Prometheus, and the GPUs of a worker that is not."""
     folder, gpus = tmp_path_factory.mktemp("faults"), CollectorRegistry()
     watch_gpus(gpus, "0", None, FakeNvml)
+    encode = EncodeMetrics(gpus)
     telemetry = TelemetryServer("127.0.0.1:0", gpus, Probes(is_alive=lambda: True, is_ready=lambda: True))
     gpu_address = f"127.0.0.1:{telemetry.start()}"
     (folder / "usage").mkdir()
@@ -172,7 +176,7 @@ def site(prometheus: Path, start_stack: StartStack, tmp_path_factory: pytest.Tem
         Prometheus(prometheus, tmp_path_factory.mktemp("prometheus"), targets, gpu_address) as server,
         Load(partial(client_of, stack)) as load,
     ):
-        yield Site(authority, stack, server, load, folder)
+        yield Site(authority, stack, server, load, folder, encode)
     asyncio.run(telemetry.close())
 
 
@@ -289,11 +293,19 @@ def test_lost_kv_events_show(quiet: Site) -> None:
     file.unlink()
 
 
-def test_requests_that_fail_show(quiet: Site) -> None:
+def test_requests_that_fail_show_and_a_missing_role_for_as_long_as_it_is(quiet: Site) -> None:
     for name in ("decode-0", "decode-1"):
         quiet.stack.kill(name)
     others = frozenset({"QuartetWorkerLost", "QuartetHandOffsExpired", "QuartetNotScraped", "QuartetQueueFull"})
-    quiet.wait_fires("QuartetRequestsFail", others)
+    quiet.wait_fires("QuartetRequestsFail", others | {"QuartetRoleMissing"})
+    quiet.wait_fires("QuartetRoleMissing", others | {"QuartetRequestsFail"})
+
+    def is_only_missing() -> bool:
+        firing = quiet.prometheus.firing()
+        assert "QuartetRoleMissing" in firing
+        return "QuartetWorkerLost" not in firing
+
+    wait_until(is_only_missing, WAIT_S, lambda: f"the loss is long ago, but {quiet.prometheus.firing()}")
     quiet.stack.restart_dead()
     quiet.wait_num_ended(NUM_CLIENTS)
     quiet.wait_silent()
@@ -301,6 +313,7 @@ def test_requests_that_fail_show(quiet: Site) -> None:
 
 def test_every_query_of_every_panel_has_data(site: Site) -> None:
     def lacking() -> list[str]:
+        site.encode.observe_encoded(queue_s=0.01, compute_s=0.1)
         return [
             f"{path.stem}: {panel['title']}: {target['expr']}"
             for path in sorted((DEPLOY / "grafana").glob("*.json"))

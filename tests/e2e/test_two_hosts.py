@@ -306,6 +306,20 @@ async def test_nothing_listens_but_where_the_page_says(fleet: Fleet) -> None:
     }
 
 
+async def test_a_prometheus_on_each_host_is_told_of_that_hosts_processes(fleet: Fleet) -> None:
+    for name, workers in (("left", {"prefill-0", "decode-0"}), ("right", {"decode-1"})):
+        host = fleet.network.hosts[name]
+        listed = json.loads(run_there(host, "curl", "-sS", "http://127.0.0.1:50102/prometheus/targets"))
+        assert {group["labels"]["__meta_quartet_worker_id"] for group in listed} == {f"router-{name}", *workers}
+        for group in listed:
+            assert "quartet_process_" in run_there(host, "curl", "-sS", f"http://{group['targets'][0]}/metrics")
+
+
+def run_there(host: Host, *command: str) -> str:
+    """What a command prints on that host."""
+    return subprocess.run([*host.command, *command], check=True, capture_output=True, text=True, timeout=WAIT_S).stdout
+
+
 async def test_who_has_no_certificate_key_or_password_gets_in_nowhere(fleet: Fleet, tmp_path: Path) -> None:
     left, right = fleet.network.hosts["left"].address, fleet.right.address
     for address in (f"{left}:50050", f"{left}:50103", f"{right}:50103"):

@@ -24,6 +24,7 @@ from quartet.rpc.certificate_end import certificate_end
 from quartet.rpc.channels import TlsConfig, check_pair
 from quartet.rpc.errors import STATUS as GRPC_CODES
 from quartet.rpc.server import ServerConfig
+from quartet.telemetry.targets import Target
 from router.client_address import client_address
 from router.config import RouterConfig
 from router.http import keys as keys_module
@@ -565,6 +566,10 @@ async def test_with_keys_only_operators_see_what_all_tenants_do(tmp_path: Path) 
         assert status == 403 and "http.operators" in refused["error"]["message"]
         async with face.session.get("/prometheus/targets", headers=operator) as response:
             assert (response.content_type, await response.json()) == ("application/json", [])
+        near = Target(address="127.0.0.1:1", role="decode", worker_id="decode-0", namespace="here")
+        face.server._targets = lambda is_near: [near] if is_near else []
+        async with face.session.get("/prometheus/targets", headers=operator) as response:
+            assert [group["targets"] for group in await response.json()] == [["127.0.0.1:1"]]
     with pytest.raises(ConfigError, match="operators: "):
         HttpConfig(operators=("globex",))
 
