@@ -516,9 +516,9 @@ _ERRORS = Dashboard(
             title="Changed files",
             text="Was a change of tenants, keys or certificates taken over? In the last 5 minutes.",
             queries=[
-                Query(f"sum by (file) (increase(quartet_router_reloads_total{{{_ALL}}}[5m]))", "{{file}}, in use"),
+                Query(f"sum by (file) (increase(quartet_process_reloads_total{{{_ALL}}}[5m]))", "{{file}}, in use"),
                 Query(
-                    f"sum by (file) (increase(quartet_router_failed_reloads_total{{{_ALL}}}[5m]))", "{{file}}, refused"
+                    f"sum by (file) (increase(quartet_process_failed_reloads_total{{{_ALL}}}[5m]))", "{{file}}, refused"
                 ),
             ],
         ),

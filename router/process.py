@@ -27,6 +27,8 @@ from quartet.telemetry.metrics import (
     CertificateMetrics,
     CertificateUse,
     ProcessMetrics,
+    ReloadedFile,
+    ReloadMetrics,
     RouterMetrics,
     monitor_event_loop_lag,
 )
@@ -94,9 +96,13 @@ class RouterProcess:
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
         self._certificates = CertificateMetrics(self._registry)
+        self._reloads = ReloadMetrics(self._registry)
         self._metrics.expect_causes(attempt_causes())
         self._stalled = StalledCalls(config.stall_timeout_s)
-        self._signing_keys = None if config.signing_keys_file is None else SigningKeys(config.signing_keys_file)
+        self._signing_keys: SigningKeys | None = None
+        if config.signing_keys_file is not None:
+            count = self._reloads.counter(ReloadedFile.SIGNING_KEYS)
+            self._signing_keys = SigningKeys(config.signing_keys_file, count=count)
         self._events_key = None if config.events_key_file is None else read_events_key(config.events_key_file)
         template_file = config.custom_chat_template
         self._chat_template = None if template_file is None else read_chat_template(template_file)
@@ -237,6 +243,7 @@ class RouterProcess:
             stall_timeout_s=config.stall_timeout_s,
             is_ready=self._probes().is_ready,
             targets=targets,
+            reloads=self._reloads,
         )
         self._certificates.watch(CertificateUse.HTTP, server.certificate_end)
         port = self._openai_port = await server.start()
@@ -267,7 +274,8 @@ class RouterProcess:
         if http is not None:
             tasks.start("http", http.tend())
         if config_file is not None:
-            tasks.start("reload", config_file.follow(self._use, partial(self._metrics.count_reload, "config")))
+            count = self._reloads.counter(ReloadedFile.CONFIG)
+            tasks.start("reload", config_file.follow(self._use, count))
 
     def _use(self, config: RouterConfig) -> None:
         """Take over the tenants of a changed configuration."""
@@ -327,7 +335,13 @@ class RouterProcess:
             file_fields=FILE_FIELDS,
             number_fields=NUMBER_FIELDS,
         )
-        return RpcServer(self._config.server, [router_service(servicer)], limits=limits, num_listeners=_NUM_LISTENERS)
+        return RpcServer(
+            self._config.server,
+            [router_service(servicer)],
+            limits=limits,
+            num_listeners=_NUM_LISTENERS,
+            count_reload=self._reloads.counter(ReloadedFile.GRPC_CERTIFICATE),
+        )
 
     def _pipeline(
         self,

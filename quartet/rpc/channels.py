@@ -236,10 +236,20 @@ class TlsFiles:
         tls: which files.
     """
 
-    def __init__(self, tls: TlsConfig, use: str) -> None:
-        """Read them; ``use`` says in the log what they are for. Raises ``ConfigError`` naming the setting."""
+    def __init__(self, tls: TlsConfig, use: str, *, count: Callable[[bool], None] = lambda is_used: None) -> None:
+        """Read them.
+
+        Args:
+            tls: which files.
+            use: what they are for, in the log.
+            count: is told of each change of them whether they could be used, by the thread that asks for them.
+
+        Raises:
+            ConfigError: a file can't be used; names the setting.
+        """
         self.tls = tls
         self._use = use
+        self._count = count
         self._lock = threading.Lock()
         self._signatures = self._poll()
         self._content = _read(tls)
@@ -263,11 +273,13 @@ class TlsFiles:
         except ConfigError as error:
             self._signatures = signatures
             logger.warning("%s goes on with the certificates of before: %s", self._use, error)
+            self._count(False)
             return
         if self._poll() != signatures:
             return  # they are being written: what was read need not be what was checked
         self._signatures, self._content = signatures, content
         logger.info("%s with new certificates", self._use)
+        self._count(True)
 
     def _poll(self) -> tuple[object, ...]:
         return tuple(file_signature(path) for path in (self.tls.key_file, self.tls.cert_file, self.tls.ca_file))

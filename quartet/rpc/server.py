@@ -178,6 +178,7 @@ class RpcServer:
         *,
         limits: MessageLimits | None = None,
         num_listeners: int = 1,
+        count_reload: Callable[[bool], None] = lambda is_used: None,
     ) -> None:
         """Make one.
 
@@ -188,8 +189,10 @@ class RpcServer:
             num_listeners: sockets that listen at the address, among which the kernel spreads connections by chance.
                 grpc.aio takes some five turns of the event loop to hand over one call of a listener, in order of
                 arrival: with several, calls of other connections don't wait behind a flood.
+            count_reload: is told of each change of the files of TLS whether they could be used; any thread may call it.
         """
         self._config = config
+        self._count_reload = count_reload
         self._num_listeners = num_listeners
         self._limits = limits or MessageLimits()
         self._service_names = tuple(service.name for service in services)
@@ -218,7 +221,8 @@ class RpcServer:
         Raises:
             ConfigError: the address can't be listened on, or a TLS file can't be used.
         """
-        self._tls_files = None if self._config.tls is None else TlsFiles(self._config.tls, "serving")
+        tls = self._config.tls
+        self._tls_files = None if tls is None else TlsFiles(tls, "serving", count=self._count_reload)
         config, interceptor = self._config, self._interceptor()
         is_shared = self._num_listeners > 1
         if is_shared:

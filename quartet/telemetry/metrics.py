@@ -150,6 +150,39 @@ class CertificateMetrics:
             yield family
 
 
+class ReloadedFile(StrEnum):
+    """What a process reads again when it has changed."""
+
+    CONFIG = "config"
+    KEYS = "keys"  # of HTTP
+    SIGNING_KEYS = "signing_keys"
+    GRPC_CERTIFICATE = "grpc_certificate"  # of those who call it, and of processes that it calls: they are the same
+    HTTP_CERTIFICATE = "http_certificate"
+
+
+class ReloadMetrics:
+    """What became of changed files."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        # Not ``FastCounter``: threads of gRPC and of scrapes count, too.
+        self._used, self._failed = (
+            Counter(name, text, ["file"], registry=registry)
+            for name, text in (
+                ("quartet_process_reloads", "Changed files that are in use now."),
+                ("quartet_process_failed_reloads", "Changed files that could not be used: what was before stays."),
+            )
+        )
+
+    def counter(self, file: ReloadedFile) -> Callable[[bool], None]:
+        """Counts each change of ``file`` by whether it could be used. Any thread may call it; scrapes show 0 before."""
+        used, failed = self._used.labels(file), self._failed.labels(file)
+
+        def count(is_used: bool) -> None:
+            (used if is_used else failed).inc()
+
+        return count
+
+
 async def monitor_event_loop_lag(metrics: ProcessMetrics, interval_s: float = _LAG_INTERVAL_S) -> None:
     """Measure every ``interval_s`` seconds how late the running event loop is, until cancelled.
 
@@ -302,9 +335,6 @@ def _read_dropped_lines() -> Iterator[Metric]:
     yield CounterMetricFamily("quartet_process_dropped_log_lines", text, value=num_dropped_lines())
 
 
-_RELOADED = ("config", "keys", "http_certificate")
-
-
 def known_outcomes() -> frozenset[str]:
     """Each way in which a choice can end.
 
@@ -377,13 +407,6 @@ class RouterMetrics:
             "limit",
             registry,
             known=("requests_per_minute", "tokens_per_minute"),
-        )
-        self._reloads, self._failed_reloads = (
-            FastCounter(name, text, "file", registry, known=_RELOADED)
-            for name, text in (
-                ("quartet_router_reloads", "Changed files that are in use now."),
-                ("quartet_router_failed_reloads", "Changed files that could not be used: what was before stays."),
-            )
         )
         reuse = FastCounter(
             "quartet_router_reuse_tokens",
@@ -523,10 +546,6 @@ class RouterMetrics:
     def running_adapters(self) -> Collection[str]:
         """Those that choices with a place need. Any thread may ask."""
         return tuple(self._running_adapters)
-
-    def count_reload(self, file: str, is_used: bool) -> None:
-        """A changed file is in use now, or could not be used: ``config``, ``keys`` or ``http_certificate``."""
-        (self._reloads if is_used else self._failed_reloads).labels(file).inc()
 
     def watch_usage(self, num_lost: Callable[[], int]) -> None:
         """Show at each scrape how many usage records are lost; it is called on the scrape's thread, too."""

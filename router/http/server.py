@@ -23,6 +23,7 @@ from quartet.errors import ConfigError, DrainingError, QueueFullError, RateLimit
 from quartet.rpc.refusal_pace import RefusalPace
 from quartet.rpc.server import raise_file_limit
 from quartet.telemetry.http import Exposition
+from quartet.telemetry.metrics import ReloadedFile, ReloadMetrics
 from quartet.telemetry.targets import TARGETS_PATH, ListTargets, is_near, render_targets
 from quartet.telemetry.tracing import valid_traceparent
 from router.client_address import client_address
@@ -76,6 +77,7 @@ class HttpServer:
         stall_timeout_s: float,
         is_ready: Callable[[], bool],
         targets: ListTargets = lambda _is_near: (),
+        reloads: ReloadMetrics | None = None,
     ) -> None:
         """Open no port before ``start``.
 
@@ -87,6 +89,7 @@ class HttpServer:
             stall_timeout_s: a client that takes nothing for this long loses its connection.
             is_ready: whether the router is ready, for /health.
             targets: the processes that Prometheus is told of.
+            reloads: counts changes of files; ``None``: its own, which nothing shows.
 
         Raises:
             ConfigError: a file that the configuration names can't be used.
@@ -97,11 +100,12 @@ class HttpServer:
         self._namespace = namespace
         self._is_ready = is_ready
         self._targets = targets
-        count = self._context.metrics.count_reload
-        self._keys = None if config.keys_file is None else ApiKeys(config.keys_file, count=partial(count, "keys"))
-        self._certificates = (
-            None if config.tls is None else Certificates(config.tls, count=partial(count, "http_certificate"))
-        )
+        counter = (reloads or ReloadMetrics(CollectorRegistry())).counter
+        self._keys = self._certificates = None
+        if config.keys_file is not None:
+            self._keys = ApiKeys(config.keys_file, count=counter(ReloadedFile.KEYS))
+        if config.tls is not None:
+            self._certificates = Certificates(config.tls, count=counter(ReloadedFile.HTTP_CERTIFICATE))
         self._connections = Connections(config, stall_timeout_s=stall_timeout_s)
         self._bodies = Bodies(config, self._context.intake.enter)
         # Bodies are read and parsed piece by piece, so refusals may take more of the event loop than by gRPC.

@@ -32,7 +32,8 @@ class SecretsFolder:
 
     Attributes:
         path: it holds ``hosts/NAME`` for each host, and for others ``etcd``, with what etcd serves with, ``operator``
-            and ``client``, with the certificate and the API key of those, and ``authority``, which no host gets.
+            and ``client``, with the certificate and the API key of those and, where etcd has a user, with what they
+            look for routers by, and ``authority``, which no host gets.
     """
 
     path: Path
@@ -45,6 +46,11 @@ class SecretsFolder:
     def authority(self) -> Path:
         """What certificates are made with, and one copy of each key that hosts share."""
         return self.path / "authority"
+
+    @property
+    def reader_password(self) -> Path:
+        """The password of a user of etcd that may read routers' records, and nothing else."""
+        return self.authority / "etcd" / "reader_password"
 
 
 def provide_secrets(topology: Topology, folder: SecretsFolder, *, valid: timedelta) -> list[str]:
@@ -85,6 +91,8 @@ def _certificates(topology: Topology, folder: SecretsFolder, valid: timedelta) -
         yield from etcd.provide(folder.host(name).folder / "etcd", "client")
     for kind in _PEOPLE:
         yield from grpc.provide(folder.path / kind, kind, uris=[f"quartet://{namespace}/{kind}/{kind}"])
+        if topology.discovery.etcd.user:  # without users a certificate alone would let them write
+            yield from etcd.provide(folder.path / kind / "etcd", "client")
     yield from etcd.provide(folder.path / "etcd", "etcd", hosts=_etcd_hosts(topology))
 
 
@@ -106,22 +114,31 @@ def _keys(topology: Topology, folder: SecretsFolder) -> Iterator[Path]:
             yield draw(path.parent)
     read_events_key(own.events_key)
     SigningKeys(own.signing_keys)
-    if _is_unwritten(own.etcd_password):
-        password = secrets.token_urlsafe(_PASSWORD_BYTES)
-        yield write_whole_file(own.etcd_password, f"{password}\n".encode())
+    for path in (own.etcd_password, folder.reader_password):
+        if _is_unwritten(path):
+            yield write_whole_file(path, f"{secrets.token_urlsafe(_PASSWORD_BYTES)}\n".encode())
     if topology.router.http_port:
         yield from _keys_of_people(folder)
+    for copy, original in _copies(topology, folder):
+        content = original.read_bytes()
+        if not copy.is_file() or copy.read_bytes() != content:
+            yield write_whole_file(copy, content)
+
+
+def _copies(topology: Topology, folder: SecretsFolder) -> Iterator[tuple[Path, Path]]:
+    """Each copy of a secret, and the original that it must equal."""
+    own = SecretFiles(folder.authority)
     for name in topology.hosts:
         its = folder.host(name)
-        copies = {its.events_key: own.events_key, its.signing_keys: own.signing_keys}
+        yield its.events_key, own.events_key
+        yield its.signing_keys, own.signing_keys
         if topology.discovery.etcd.user:
-            copies[its.etcd_password] = own.etcd_password
+            yield its.etcd_password, own.etcd_password
         if topology.router.http_port and name in topology.router.hosts:
-            copies[its.http_keys] = own.http_keys
-        for copy, original in copies.items():
-            content = original.read_bytes()
-            if not copy.is_file() or copy.read_bytes() != content:
-                yield write_whole_file(copy, content)
+            yield its.http_keys, own.http_keys
+    if topology.discovery.etcd.user:
+        for kind in _PEOPLE:
+            yield SecretFiles(folder.path / kind).etcd_password, folder.reader_password
 
 
 def _keys_of_people(folder: SecretsFolder) -> Iterator[Path]:

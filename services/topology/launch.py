@@ -337,7 +337,7 @@ class LocalTopology:
             etcd = _at(etcd, self._environment.etcd_endpoints)
         where = ", ".join(etcd.endpoints)
         if self._topology.hosts:
-            if fault := await _etcd_fault(etcd):
+            if fault := await etcd_fault(etcd):
                 raise ConfigError(f"discovery.etcd: the etcd at {where}, by which hosts find each other: {fault}")
             self._observer.progress(f"using the etcd at {where}")
             self._topology = replace(self._topology, discovery=replace(self._topology.discovery, etcd=etcd))
@@ -555,7 +555,19 @@ def find_grpcurl() -> Path | None:
 
 async def etcd_answers(config: EtcdConfig) -> bool:
     """Whether one of its endpoints answers a read. Takes at most its request timeout for each endpoint."""
-    return not await _etcd_fault(config)
+    return not await etcd_fault(config)
+
+
+async def etcd_fault(config: EtcdConfig) -> str:
+    """Why none of its endpoints answers a read; empty: one does."""
+    registry = create_registry(DiscoveryConfig(etcd=config))
+    try:
+        await registry.routers()  # which is all that some users of etcd may read
+    except DiscoveryError as error:
+        return str(error)
+    finally:
+        await registry.close()
+    return ""
 
 
 def own_etcd(config: EtcdConfig, tls: EtcdTls | None = None) -> EtcdConfig:
@@ -619,18 +631,6 @@ def free_port() -> int:
                 continue
             return port
     raise OSError(f"no free port in {_NUM_PORTS_TRIED} tries")
-
-
-async def _etcd_fault(config: EtcdConfig) -> str:
-    """Why none of its endpoints answers a read; empty: one does."""
-    registry = create_registry(DiscoveryConfig(etcd=config))
-    try:
-        await registry.workers()
-    except DiscoveryError as error:
-        return str(error)
-    finally:
-        await registry.close()
-    return ""
 
 
 def _id_of(worker: ProcessPlan) -> str:

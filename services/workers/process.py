@@ -41,6 +41,8 @@ from quartet.telemetry.metrics import (
     CertificateMetrics,
     CertificateUse,
     ProcessMetrics,
+    ReloadedFile,
+    ReloadMetrics,
     WorkerMetrics,
     monitor_event_loop_lag,
 )
@@ -170,6 +172,7 @@ class WorkerProcess:
             registry=self._registry,
             metrics=WorkerMetrics(self._registry),
             certificates=CertificateMetrics(self._registry),
+            reloads=ReloadMetrics(self._registry),
         )
         self._model: ServedModel | None = None
         self._worker: Worker | None = None
@@ -248,7 +251,11 @@ class WorkerProcess:
         servicer = WorkerServicer(self._served_model.text_files)
         services = [serving.service, worker_service(servicer), self._transfer_service(source, pools)]
         # A longer message would delay all requests on a shared stream, so it ends its stream.
-        server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_STREAM_MESSAGE_BYTES), services)
+        server = RpcServer(
+            replace(self._config.server, max_receive_message_bytes=MAX_STREAM_MESSAGE_BYTES),
+            services,
+            count_reload=self._surroundings.reloads.counter(ReloadedFile.GRPC_CERTIFICATE),
+        )
         grpc_port = await server.start()
         self._surroundings.certificates.watch(CertificateUse.GRPC, server.certificate_end)
         stack.push_async_callback(server.drain, _STREAMS_GRACE_S)

@@ -25,6 +25,8 @@ from quartet.telemetry.metrics import (
     HandOffOutcome,
     PoolMetrics,
     ProcessMetrics,
+    ReloadedFile,
+    ReloadMetrics,
     ReusePart,
     RouterMetrics,
     SnapshotOutcome,
@@ -118,6 +120,9 @@ def _router_and_worker() -> CollectorRegistry:
     registry = CollectorRegistry()
     ProcessMetrics(registry)
     CertificateMetrics(registry).watch(CertificateUse.GRPC, lambda: 1.0)
+    reloads = ReloadMetrics(registry)
+    for file in ReloadedFile:
+        reloads.counter(file)
     router, worker = RouterMetrics(registry), WorkerMetrics(registry)
     router.expect_causes(attempt_causes())
     router.for_model("m")

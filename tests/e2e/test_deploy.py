@@ -264,6 +264,14 @@ def test_a_certificate_that_ends_soon_shows_until_there_is_another(quiet: Site) 
     quiet.wait_silent()
 
 
+def test_a_certificate_that_a_worker_can_not_use_shows(quiet: Site) -> None:
+    cert_file = issue(quiet.authority, "prefill-0").cert_file
+    content = cert_file.read_bytes()
+    cert_file.unlink()
+    quiet.wait_fires("QuartetReloadFailed")
+    cert_file.write_bytes(content)
+
+
 def test_hand_offs_that_nobody_takes_show(quiet: Site) -> None:
     with quiet.stack.channel("router") as router:
         assert place(router).token_ids

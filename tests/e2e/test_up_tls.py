@@ -99,6 +99,13 @@ class Run:
                     pages["router" if is_router else labels["__meta_quartet_worker_id"]] = await response.text()
         return pages
 
+    async def wait_counted(self, what: str, name: str) -> None:
+        """Wait until the process of that name has counted one change of its certificate as ``what``."""
+        line = f'\nquartet_process_{what}_total{{file="grpc_certificate"}} 1.0\n'
+        async with asyncio.timeout(TIMEOUT_S):
+            while line not in (await self.metrics())[name]:  # a scrape looks at the files, and may show it itself
+                pass
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def run(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> AsyncIterator[Run]:
@@ -174,6 +181,17 @@ async def test_each_process_says_when_its_certificates_end(run: Run) -> None:
         # Encode workers dial nobody, and only routers serve HTTP.
         uses = {"encode-0": ["grpc"], "router": ["grpc", "dial", "http"]}.get(name, ["grpc", "dial"])
         assert ends == dict.fromkeys(uses, end), name
+
+
+async def test_each_process_counts_a_certificate_that_it_can_not_use(run: Run) -> None:
+    for name in SERVICES:
+        cert_file = run.identity(name).cert_file
+        away = cert_file.rename(cert_file.with_suffix(".away"))
+        try:
+            await run.wait_counted("failed_reloads", name)
+        finally:
+            away.rename(cert_file)
+        await run.wait_counted("reloads", name)
 
 
 async def test_nobody_without_a_certificate_of_the_run_gets_in(run: Run) -> None:

@@ -221,6 +221,25 @@ async def test_a_server_says_when_the_certificate_ends_that_new_connections_get(
     assert in_the_clear.certificate_end() is None
 
 
+async def test_a_server_counts_changes_of_its_files_whether_anybody_connects_or_not(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    own, counted = CertificateFolder(authority, tmp_path), list[bool]()
+    own.renew("first")
+    server = RpcServer(ServerConfig(tls=own.tls), [], count_reload=counted.append)
+    await server.start()
+    server.certificate_end()
+    assert counted == []
+    own.tls.key_file.unlink()
+    for _ in range(2):
+        server.certificate_end()
+    assert counted == [False]
+    own.renew("second")
+    server.certificate_end()
+    assert counted == [False, True]
+    await server.drain(0)
+
+
 async def test_who_dials_says_when_the_first_certificate_ends_that_an_open_channel_has(
     authority: CertificateAuthority, tmp_path: Path
 ) -> None:

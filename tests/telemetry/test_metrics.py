@@ -20,6 +20,8 @@ from quartet.telemetry.metrics import (
     CertificateUse,
     PoolMetrics,
     ProcessMetrics,
+    ReloadedFile,
+    ReloadMetrics,
     RouterMetrics,
     WorkerMetrics,
     monitor_event_loop_lag,
@@ -46,6 +48,9 @@ def fill_everything(registry: CollectorRegistry) -> None:
     certificates = CertificateMetrics(registry)
     for use in CertificateUse:
         certificates.watch(use, lambda: 1.0)
+    reloads = ReloadMetrics(registry)
+    for file in ReloadedFile:
+        reloads.counter(file)(True)
     router, worker = RouterMetrics(registry), WorkerMetrics(registry)
     for model in ("a", "b"):
         router.for_model(model).ttft.observe(0.1)
