@@ -117,10 +117,13 @@ def build(cls: type[ConfigT], mapping: Mapping[str, Value], where: str = "") -> 
         raise ConfigError(f"{where}: {error}" if where else str(error)) from error
 
 
-@cache
 def type_hints(cls: type) -> Mapping[str, Any]:
     """The type of each field of the dataclass ``cls``, by name."""
-    # Evaluating them took longer than all else that `build` does.
+    return _type_hints(cls)
+
+
+@cache  # evaluating them took longer than all else that `build` does
+def _type_hints(cls: type) -> Mapping[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
