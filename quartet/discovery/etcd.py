@@ -175,6 +175,10 @@ class EtcdRegistry(Registry):
         """
         return (await self._list())[1]
 
+    def certificate_end(self) -> float | None:
+        """See ``Registry``."""
+        return self._client.certificate_end()
+
     async def close(self) -> None:
         """Close every registration and watch made here, then the channels."""
         await super().close()

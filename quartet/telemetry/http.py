@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from quartet.errors import ConfigError
-from quartet.telemetry.targets import TARGETS_PATH, Target, render_targets
+from quartet.telemetry.targets import TARGETS_PATH, ListTargets, is_near, render_targets
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +59,11 @@ class TelemetryServer:
         address: str,
         registry: CollectorRegistry,
         probes: Probes,
-        targets: Callable[[], Sequence[Target]] | None = None,
+        targets: ListTargets | None = None,
     ) -> None:
         """Serve at ``address``, ``host:port``; port 0 takes a free one.
 
-        ``targets`` lists the processes for Prometheus, on a thread; ``None``: this process knows no others.
+        ``targets`` lists the processes for Prometheus; ``None``: this process knows no others.
         """
         self._address = address
         self._registry = registry
@@ -148,7 +148,7 @@ def _server_class(host: str) -> type[_Server]:
 
 
 def _handler_class(
-    registry: CollectorRegistry, probes: Probes, targets: Callable[[], Sequence[Target]] | None
+    registry: CollectorRegistry, probes: Probes, targets: ListTargets | None
 ) -> type[BaseHTTPRequestHandler]:
     # http.server makes handlers itself, so what they need comes by closure.
     exposition = Exposition(registry)
@@ -165,7 +165,8 @@ def _handler_class(
                 case "/readyz":
                     self._answer_probe(probes.is_ready())
                 case path if path == TARGETS_PATH and targets is not None:
-                    self._answer(HTTPStatus.OK, render_targets(targets()), "application/json")
+                    found = targets(is_near(self.client_address[0], self.connection.getsockname()[0]))
+                    self._answer(HTTPStatus.OK, render_targets(found), "application/json")
                 case _:
                     self._answer(HTTPStatus.NOT_FOUND, b"/metrics, /livez, /readyz\n")
 

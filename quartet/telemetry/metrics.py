@@ -111,6 +111,45 @@ class ProcessMetrics:
             self._longest_stall.set(stall_s)
 
 
+class CertificateUse(StrEnum):
+    """What a process shows a certificate for."""
+
+    GRPC = "grpc"  # to those who call it
+    HTTP = "http"  # the same, over HTTP
+    DIAL = "dial"  # to processes of Quartet that it calls
+    ETCD = "etcd"  # to etcd
+
+
+class CertificateMetrics:
+    """When the certificates end that a process uses; nothing where it uses none."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._ends: list[tuple[CertificateUse, Callable[[], float | None]]] = []
+        registry.register(_ReadCollector(self._read))
+
+    def watch(self, use: CertificateUse, end: Callable[[], float | None]) -> None:
+        """Show at each scrape the Unix time that ``end`` gives, of several the first; ``None``: no certificate.
+
+        It is called on the scrape's thread.
+        """
+        self._ends.append((use, end))
+
+    def _read(self) -> Iterator[Metric]:
+        first: dict[CertificateUse, float] = {}
+        for use, read in tuple(self._ends):
+            if (end := read()) is not None:
+                first[use] = min(end, first.get(use, end))
+        if first:
+            name, text = (
+                "quartet_process_certificate_end_timestamp_seconds",
+                "Unix time at which a certificate in use ends.",
+            )
+            family = GaugeMetricFamily(name, text, labels=["use"])
+            for use, end in first.items():
+                family.add_metric([use], end)
+            yield family
+
+
 async def monitor_event_loop_lag(metrics: ProcessMetrics, interval_s: float = _LAG_INTERVAL_S) -> None:
     """Measure every ``interval_s`` seconds how late the running event loop is, until cancelled.
 
@@ -446,6 +485,21 @@ class RouterMetrics:
             family = GaugeMetricFamily("quartet_router_queue_usage_ratio", text, labels=["queue"])
             for name, share in read().items():
                 family.add_metric([name], share)
+            yield family
+
+        self._registry.register(_ReadCollector(collect))
+
+    def watch_missing_roles(self, read: Callable[[], Mapping[tuple[str, str], bool]]) -> None:
+        """Show at each scrape by model and role whether no worker is ready that must be; an empty model: of any model.
+
+        ``read`` is called on the scrape's thread and may not block.
+        """
+
+        def collect() -> Iterator[Metric]:
+            text = "1: the model has no ready worker of a role that the router requires."
+            family = GaugeMetricFamily("quartet_router_missing_roles", text, labels=["model", "role"])
+            for labels, is_missing in read().items():
+                family.add_metric(labels, is_missing)
             yield family
 
         self._registry.register(_ReadCollector(collect))

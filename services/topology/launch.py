@@ -243,7 +243,7 @@ class LocalTopology:
             events_key_file = draw_events_key(self._environment.run_dir)
             plans = [with_certificates(plan, self.certificates.processes[plan.name], events_key_file) for plan in plans]
             if self._topology.router.http_port:
-                self.http_keys_file = draw_api_key(self._environment.run_dir)
+                self.http_keys_file = draw_api_keys(self._environment.run_dir, LOCAL_TENANT)
                 router_tls = self.certificates.processes[ROUTER]
                 plans[-1] = with_http_identity(plans[-1], router_tls, self.http_keys_file)
         if self._log_files is not None:
@@ -504,9 +504,10 @@ def draw_events_key(directory: Path) -> Path:
     return write_secret_file(directory / "events_key", f"{secrets.token_hex(_SECRET_BYTES)}\n".encode())
 
 
-def draw_api_key(directory: Path) -> Path:
-    """Write a new API key of the tenant ``local`` (``router.http.keys``) as ``draw_signing_key`` does."""
-    return write_secret_file(directory / "http_keys", f"{LOCAL_TENANT} {secrets.token_hex(_SECRET_BYTES)}\n".encode())
+def draw_api_keys(directory: Path, *tenants: str) -> Path:
+    """Write a new API key for each of ``tenants`` (``router.http.keys``) as ``draw_signing_key`` does."""
+    lines = [f"{tenant} {secrets.token_hex(_SECRET_BYTES)}\n" for tenant in tenants]
+    return write_secret_file(directory / "http_keys", "".join(lines).encode())
 
 
 async def while_running(children: Iterable[Child], work: Coroutine[Any, Any, ResultT]) -> ResultT:

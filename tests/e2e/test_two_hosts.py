@@ -260,11 +260,17 @@ async def test_what_the_page_says_to_paste_works(fleet: Fleet) -> None:
     listed = await run(workers, variables)
     assert all(name in listed for name in WORKERS)
     assert (await run(generate, variables)).strip()
-    key = f"$(cut -d' ' -f2 {fleet.secrets}/authority/http_keys)"
-    url = f"https://{fleet.network.hosts['left'].address}:8000/v1/chat/completions"
-    curl = f'curl -sS --cacert {fleet.secrets}/client/ca.pem -H "Authorization: Bearer {key}" {url} -d'
-    chat = await run(f"""{curl} '{{"messages":[{{"role":"user","content":"Once"}}],"max_tokens":4}}'""", {})
-    assert json.loads(chat)["usage"]["completion_tokens"] == 4
+    router = f"https://{fleet.network.hosts['left'].address}:8000"
+    curl = f"curl -sS --cacert {fleet.secrets}/client/ca.pem" + ' -H "Authorization: Bearer $(cat {}/http_key)" {}'
+    chat = curl.format(fleet.secrets / "client", f"{router}/v1/chat/completions")
+    answer = await run(f"""{chat} -d '{{"messages":[{{"role":"user","content":"Once"}}],"max_tokens":4}}'""", {})
+    assert json.loads(answer)["usage"]["completion_tokens"] == 4
+    targets = [
+        await run(curl.format(fleet.secrets / who, f"{router}/prometheus/targets"), {})
+        for who in ("operator", "client")
+    ]
+    assert all(name in targets[0] for name in WORKERS)
+    assert not any(name in targets[1] for name in WORKERS), "who asks may not look at the fleet"
 
 
 async def run(line: str, variables: dict[str, str]) -> str:
@@ -293,6 +299,20 @@ async def test_nothing_listens_but_where_the_page_says(fleet: Fleet) -> None:
     assert right.listeners() == {(right.address, port) for port in of_right} | {
         ("127.0.0.1", port) for port in local_of_right
     }
+
+
+async def test_a_prometheus_on_each_host_is_told_of_that_hosts_processes(fleet: Fleet) -> None:
+    for name, workers in (("left", {"prefill-0", "decode-0"}), ("right", {"decode-1"})):
+        host = fleet.network.hosts[name]
+        listed = json.loads(run_there(host, "curl", "-sS", "http://127.0.0.1:50102/prometheus/targets"))
+        assert {group["labels"]["__meta_quartet_worker_id"] for group in listed} == {f"router-{name}", *workers}
+        for group in listed:
+            assert "quartet_process_" in run_there(host, "curl", "-sS", f"http://{group['targets'][0]}/metrics")
+
+
+def run_there(host: Host, *command: str) -> str:
+    """What a command prints on that host."""
+    return subprocess.run([*host.command, *command], check=True, capture_output=True, text=True, timeout=WAIT_S).stdout
 
 
 async def test_who_has_no_certificate_key_or_password_gets_in_nowhere(fleet: Fleet, tmp_path: Path) -> None:

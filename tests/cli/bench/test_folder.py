@@ -144,9 +144,12 @@ async def test_a_folder_has_the_deployment_and_for_each_load_its_figures_and_the
         assert (out / name / "logs" / "prefill-0.log").read_text() == ""
         num_before += num_requests
 
-    again = await run_cli("bench", "--router", "127.0.0.1:1", "--out", str(out))
-    assert again.exit_code == 2
-    assert "holds results already" in unframed(again.stderr)
+    for of_killed_run in (False, True):
+        if of_killed_run:
+            (out / "bench.json").unlink()
+        again = await run_cli("bench", "--router", "127.0.0.1:1", "--out", str(out))
+        assert again.exit_code == 2
+        assert "holds results already" in unframed(again.stderr)
 
 
 async def test_a_log_that_began_anew_is_copied_from_its_start(
