@@ -143,7 +143,7 @@ class EtcdServer:
             "listen-peer-urls": self._peer,
             "initial-advertise-peer-urls": self._peer,
             "initial-cluster": f"test={self._peer}",
-            "heartbeat-interval": "20",  # ms; with the next one a lone member is its leader in a fifth of a second
+            "heartbeat-interval": "40",  # ms; with the next one a lone member is its leader in a fifth of a second
             "election-timeout": "200",
             "logger": "zap",
             "log-level": "error",

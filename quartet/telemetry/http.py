@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import selectors
 import socket
 import sys
 import threading
@@ -27,7 +28,6 @@ from quartet.telemetry.targets import TARGETS_PATH, ListTargets, is_near, render
 logger = logging.getLogger(__name__)
 
 _CLIENT_TIMEOUT_S = 5.0
-_STOP_POLL_S = 0.05
 _STOP_TIMEOUT_S = 2.0
 
 
@@ -69,7 +69,7 @@ class TelemetryServer:
         self._registry = registry
         self._probes = probes
         self._targets = targets
-        self._server: ThreadingHTTPServer | None = None
+        self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> int:
@@ -83,9 +83,7 @@ class TelemetryServer:
         except (OSError, OverflowError, ValueError) as error:
             raise ConfigError(f"http_address: cannot listen on {self._address}: {error}") from error
         self._server = server
-        self._thread = threading.Thread(
-            target=server.serve_forever, args=(_STOP_POLL_S,), name="telemetry-http", daemon=True
-        )
+        self._thread = threading.Thread(target=server.serve, name="telemetry-http", daemon=True)
         self._thread.start()
         return int(server.server_address[1])
 
@@ -95,9 +93,8 @@ class TelemetryServer:
         if server is not None:
             await asyncio.to_thread(self._stop, server)
 
-    def _stop(self, server: ThreadingHTTPServer) -> None:
-        server.shutdown()
-        server.server_close()
+    def _stop(self, server: _Server) -> None:
+        server.stop()
         if self._thread is not None:
             self._thread.join(_STOP_TIMEOUT_S)
 
@@ -128,7 +125,26 @@ class Exposition:
 
 
 class _Server(ThreadingHTTPServer):
+    """Sleeps until a client comes: ``serve_forever`` wakes up to look whether it is to end, in every idle process."""
+
     daemon_threads = True  # a slow client doesn't hold up the end of the process
+    timeout = 0  # of `handle_request`: a client that came may have gone again
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._stop_reader, self._stop_writer = socket.socketpair()
+
+    def serve(self) -> None:
+        """Serve until ``stop``, and close everything."""
+        with self, self._stop_reader, selectors.DefaultSelector() as selector:
+            selector.register(self, selectors.EVENT_READ)
+            selector.register(self._stop_reader, selectors.EVENT_READ)
+            while not any(key.fileobj is self._stop_reader for key, _ in selector.select()):
+                self.handle_request()
+
+    def stop(self) -> None:
+        """End ``serve``. Any thread may call it."""
+        self._stop_writer.close()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that goes away is no error; anything else is ours."""

@@ -592,7 +592,7 @@ def etcd_command(
         "listen-peer-urls": peer,
         "initial-advertise-peer-urls": peer,
         "initial-cluster": f"quartet={peer}",
-        "heartbeat-interval": "50",  # ms; together with the next line a lone member leads after half a second
+        "heartbeat-interval": "100",  # ms; together with the next line a lone member leads after half a second
         "election-timeout": "500",
         "logger": "zap",
         # etcd logs errors with stack traces even at a healthy start and end; what kills it has the level fatal.

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from quartet.config import PathText, build, escape_path, expand_path, load_yaml
+from quartet.config import PathText, build, escape_path, expand_path, load_yaml, type_hints
 from quartet.discovery.base import Role
 from quartet.discovery.checks import check_name
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind
@@ -791,7 +791,7 @@ def with_http_identity(plan: ProcessPlan, tls: TlsConfig, keys_file: Path) -> Pr
 def to_settings(value: object) -> Any:
     """A configuration in the form that YAML holds and ``quartet.config.build`` reads."""
     if is_dataclass(value):
-        hints = get_type_hints(type(value), include_extras=True)
+        hints = type_hints(type(value))
         settings = {item.name: to_settings(getattr(value, item.name)) for item in fields(value)}
         return {name: escape_path(item) if hints[name] == PathText else item for name, item in settings.items()}
     if isinstance(value, Mapping):
