@@ -69,7 +69,7 @@ test-clients: setup tools  ## Drive HTTP with aiperf and guidellm, in environmen
 
 test-deploy: setup tools  ## A real Prometheus on a fleet: alerts fire; pip in an empty environment; two hosts, one vanishes (root); about 8 minutes
 	@tools/prometheus.sh
-	$(PYTEST) -m deploy tests/e2e/test_deploy.py tests/e2e/test_installed.py tests/e2e/test_two_hosts.py
+	$(PYTEST) -m deploy tests/deploy tests/e2e/test_deploy.py tests/e2e/test_installed.py tests/e2e/test_two_hosts.py
 
 bench: setup  ## Run all benchmarks' short forms and fill docs/performance.md from them (about 7 minutes)
 	$(BIN)/python -m benchmarks

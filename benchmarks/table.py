@@ -1421,11 +1421,19 @@ def _span(values: Sequence[float]) -> str:
 def tracing_tables(report: Report) -> str:
     """What each state costs, and what follows from that with its limits."""
     states = [{"what": name, **use} for name, use in report["states"].items()]
+    report = {**report, **_not_sampled_by_workers(report["states"])}
     bounds = [
         {"what": what, "measured": report[name], "wanted": goal.format(**report)}
         for name, what, goal in _TRACING_BOUNDS
     ]
     return _table(_TRACING_COLUMNS, states) + "\n" + _table(_TRACING_BOUND_COLUMNS, bounds)
+
+
+def _not_sampled_by_workers(states: Mapping[str, Row]) -> Row:
+    """What a request that is not sampled costs the router and all workers that it goes to: one measured for each."""
+    off, idle = states["off"], states["not sampled"]
+    router_us, worker_us = (idle[name] - off[name] for name in ("router_us", "worker_us"))
+    return {f"not_sampled_{count}_us": router_us + count * worker_us for count in (2, 3)}
 
 
 _TRACING_COLUMNS: Columns = {
@@ -1436,7 +1444,9 @@ _TRACING_COLUMNS: Columns = {
     "spans of the two": "{router_spans:.0f} + {worker_spans:.0f}",
 }
 _TRACING_BOUNDS = (
-    ("not_sampled_us", "a request that is not sampled, router and worker", "<= 20"),
+    ("not_sampled_us", "a request that is not sampled, router and one worker", "<= 20"),
+    ("not_sampled_2_us", "the same over Prefill and Decode, computed", "<= 20"),
+    ("not_sampled_3_us", "the same over Encode, Prefill and Decode, computed", "<= 20"),
     ("router_span_us", "a span of the router", "<= 70"),
     ("worker_span_us", "a span of the worker", "<= 70"),
     ("token_us", "a token of a sampled request", "0; rounds of one state differ by {token_spread_us:.3f}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -12,10 +13,12 @@ import typer
 from quartet.client import GrammarKind, GuidedDecoding, QuartetClient, RequestPath, Sampling
 from quartet.client.discovery import find_routers
 from quartet.client.sync import SyncClient
+from quartet.errors import ConfigError
 from quartet.rpc.channels import TlsConfig
 
 if TYPE_CHECKING:
     from quartet.discovery.create import DiscoveryConfig
+    from quartet.discovery.etcd_client import EtcdConfig
 
 #: Where ``quartet up`` starts a router. ``services.topology.topology.DEFAULT_ROUTER_PORT`` is not imported: numpy and
 #: Jinja would come with it. A test holds that both ports are equal.
@@ -61,19 +64,9 @@ def seconds(milliseconds: float | None) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EtcdOptions:
-    """Where routers announce themselves."""
+class EtcdAccess:
+    """How to reach an etcd, whichever addresses it has."""
 
-    etcd: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--etcd",
-            metavar="HOST:PORT",
-            envvar="QUARTET_ETCD",
-            help="An address of the etcd that lists routers. Several may be given.",
-            rich_help_panel="Discovery",
-        ),
-    ] = None
     namespace: Annotated[
         str,
         typer.Option(
@@ -105,26 +98,98 @@ class EtcdOptions:
         Path | None,
         typer.Option("--etcd-key", envvar="QUARTET_ETCD_KEY", help="Its private key.", rich_help_panel="Discovery"),
     ] = None
+    etcd_user: Annotated[
+        str,
+        typer.Option(
+            "--etcd-user",
+            envvar="QUARTET_ETCD_USER",
+            help="A user of etcd, if it asks for one.",
+            rich_help_panel="Discovery",
+        ),
+    ] = ""
+    etcd_password_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--etcd-password-file",
+            envvar="QUARTET_ETCD_PASSWORD_FILE",
+            help="File that holds its password.",
+            rich_help_panel="Discovery",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Raises ``ConfigError`` naming the option: a file is not there, or one option stands without the other."""
+        files = {
+            "--etcd-ca": self.etcd_ca,
+            "--etcd-cert": self.etcd_cert,
+            "--etcd-key": self.etcd_key,
+            "--etcd-password-file": self.etcd_password_file,
+        }
+        for option, file in files.items():
+            if file is not None and not file.is_file():
+                raise ConfigError(f"{option}: there is no file {file}")
+        if (self.etcd_cert is None) != (self.etcd_key is None):
+            raise ConfigError("--etcd-cert, --etcd-key: one without the other")
+        if bool(self.etcd_user) != (self.etcd_password_file is not None):
+            raise ConfigError("--etcd-user, --etcd-password-file: one without the other")
+
+    def config(self, endpoints: Sequence[str]) -> EtcdConfig:
+        """Settings of the etcd at ``endpoints``; TLS if a certificate is given or an endpoint says https.
+
+        Raises:
+            ConfigError: they can't be used; the message begins with ``--etcd``.
+        """
+        # Imported here: etcd's stubs take as long as half of a client, and most commands are given addresses.
+        from quartet.discovery.etcd_access import EtcdTls
+        from quartet.discovery.etcd_client import EtcdConfig
+
+        tls = None
+        if self.etcd_ca or self.etcd_cert or any(endpoint.startswith("https://") for endpoint in endpoints):
+            tls = EtcdTls(ca_file=self.etcd_ca, cert_file=self.etcd_cert, key_file=self.etcd_key)
+        try:
+            return EtcdConfig(
+                endpoints=tuple(endpoints),
+                namespace=self.namespace,
+                tls=tls,
+                user=self.etcd_user,
+                password_file=self.etcd_password_file,
+            )
+        except (ConfigError, ValueError) as error:
+            raise ConfigError(f"--etcd: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class EtcdOptions(EtcdAccess):
+    """Where routers announce themselves."""
+
+    etcd: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--etcd",
+            metavar="HOST:PORT",
+            envvar="QUARTET_ETCD",
+            help="An address of the etcd that lists routers. Several may be given, also with commas between.",
+            rich_help_panel="Discovery",
+        ),
+    ] = None
 
     def discovery(self, default: str = "") -> DiscoveryConfig | None:
         """Settings of discovery with these, or with etcd at ``default``; ``None``: neither is given.
 
-        Raises ``ConfigError`` and ``typer.BadParameter``.
+        Raises ``ConfigError``.
         """
-        # Imported here: etcd's stubs take as long as half of a client, and most commands are given addresses.
-        from quartet.discovery.create import DiscoveryConfig
-        from quartet.discovery.etcd_access import EtcdTls
-        from quartet.discovery.etcd_client import EtcdConfig
-
-        endpoints = tuple(self.etcd or ([default] if default else []))
+        endpoints = addresses_in(self.etcd or ([default] if default else []))
         if not endpoints:
             return None
-        files = (self.etcd_ca, self.etcd_cert, self.etcd_key)
-        tls = EtcdTls(ca_file=self.etcd_ca, cert_file=self.etcd_cert, key_file=self.etcd_key) if any(files) else None
-        try:
-            return DiscoveryConfig(etcd=EtcdConfig(endpoints=endpoints, namespace=self.namespace, tls=tls))
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+        # Imported here: see ``config``.
+        from quartet.discovery.create import DiscoveryConfig
+
+        return DiscoveryConfig(etcd=self.config(endpoints))
+
+
+def addresses_in(given: Sequence[str]) -> list[str]:
+    """The addresses of an option that may be given several times, and each time hold several with commas between."""
+    return [address.strip() for text in given for address in text.split(",") if address.strip()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +254,7 @@ class RouterOptions(EtcdOptions):
     def addresses(self) -> list[str]:
         """The routers, in the order to try; not for use in an event loop. Raises as ``client`` does."""
         if not self.etcd:
-            return [address.strip() for given in self.router for address in given.split(",")]
+            return addresses_in(self.router)
         discovery = self.discovery()
         assert discovery is not None, "etcd is given"
         return asyncio.run(find_routers(discovery))

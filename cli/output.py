@@ -36,10 +36,12 @@ def reporting_errors(*errors: type[Exception]) -> Iterator[None]:
 
 
 def describe(error: ServingError) -> str:
-    """``STATUS (field): message``, and when to try again."""
+    """``STATUS REASON (field): message``, and when to try again. No reason where it is the same word."""
+    status = status_code(error).name
+    reason = "" if error.reason == status else f" {error.reason}"
     field = f" ({error.field})" if error.field else ""
-    retry = "" if error.retry_delay_s is None else f" (try again in {error.retry_delay_s:g} s)"
-    return f"{status_code(error).name}{field}: {error.message}{retry}"
+    retry = "" if error.retry_delay_s is None else f" (try again in {error.retry_delay_s:.3g} s)"
+    return f"{status}{reason}{field}: {error.message}{retry}"
 
 
 def complain(message: str) -> None:

@@ -42,3 +42,6 @@ def secrets(
             print("all are there already")
         for name in built.hosts:
             print(f"# to {name}: {folder / 'hosts' / name}")
+        print(f"# to etcd: {folder / 'etcd'}")
+        print(f"# to who operates: {folder / 'operator'}")
+        print(f"# to who asks for answers: {folder / 'client'}")

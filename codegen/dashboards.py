@@ -344,6 +344,18 @@ _ROUTING = Dashboard(
             unit="s",
         ),
         Panel(
+            title="Media: in the vision tower",
+            text="Is encoding slow? How long files are computed, where workers encode media.",
+            queries=_quantiles("quartet_encode_seconds"),
+            unit="s",
+        ),
+        Panel(
+            title="Media: wait for the vision tower",
+            text="Or do files wait for it?",
+            queries=_quantiles("quartet_encode_queue_seconds"),
+            unit="s",
+        ),
+        Panel(
             title="Blocks below the devices",
             text="What do the host's memory and disk hold, where there are such tiers?",
             queries=[Query(f"sum by (tier, state) (quartet_worker_tier_blocks{{{_ALL}}})", "{{tier}} {{state}}")],
@@ -504,11 +516,23 @@ _ERRORS = Dashboard(
             title="Changed files",
             text="Was a change of tenants, keys or certificates taken over? In the last 5 minutes.",
             queries=[
-                Query(f"sum by (file) (increase(quartet_router_reloads_total{{{_ALL}}}[5m]))", "{{file}}, in use"),
+                Query(f"sum by (file) (increase(quartet_process_reloads_total{{{_ALL}}}[5m]))", "{{file}}, in use"),
                 Query(
-                    f"sum by (file) (increase(quartet_router_failed_reloads_total{{{_ALL}}}[5m]))", "{{file}}, refused"
+                    f"sum by (file) (increase(quartet_process_failed_reloads_total{{{_ALL}}}[5m]))", "{{file}}, refused"
                 ),
             ],
+        ),
+        Panel(
+            title="Time until certificates end",
+            text="Which certificate that is in use must be renewed, or its process restarted? Empty without TLS.",
+            queries=[
+                Query(
+                    "min by (quartet_worker, use)"
+                    f" (quartet_process_certificate_end_timestamp_seconds{{{_ALL}}}) - time()",
+                    "{{quartet_worker}} {{use}}",
+                )
+            ],
+            unit="s",
         ),
         Panel(
             title="Lateness of event loops",

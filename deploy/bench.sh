@@ -36,6 +36,16 @@ count() { # NAME VALUE
   is_count "$2" || usage "$1 must be a whole number from 1 on, not '$2'"
 }
 
+find_quartet() { # on the PATH, else in the checkout that this script is in
+  command -v quartet && return
+  own=$(dirname "$0")/../.venv/bin/quartet
+  if [ ! -x "$own" ]; then
+    echo "bench.sh: no quartet on the PATH, and no $own: activate the environment that has it, or run make setup" >&2
+    exit 1
+  fi
+  echo "$own"
+}
+
 [ $# -ge 1 ] || usage "MODEL is missing"
 [ $# -le 11 ] || usage "$# arguments, and there are 11: quote the list of concurrencies"
 
@@ -81,4 +91,5 @@ if [ -n "$(find "$log_path" -maxdepth 1 -name '*.log' 2>/dev/null | head -n 1)" 
 else
   echo "bench.sh: no *.log in $log_path: workers' logs are not cut by load (quartet up --log-dir $log_path)" >&2
 fi
-exec quartet bench "$@"
+quartet=$(find_quartet)
+exec "$quartet" bench "$@"

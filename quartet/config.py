@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -98,7 +99,7 @@ def build(cls: type[ConfigT], mapping: Mapping[str, Value], where: str = "") -> 
         ConfigError: naming the full path of an unknown key (and names like it), a missing one, or one whose value
             has a wrong type or is refused by the dataclass.
     """
-    hints = get_type_hints(cls, include_extras=True)
+    hints = type_hints(cls)
     known = {item.name: item for item in fields(cls) if item.init}  # type: ignore[arg-type]
     for key in mapping:
         if key not in known:
@@ -114,6 +115,16 @@ def build(cls: type[ConfigT], mapping: Mapping[str, Value], where: str = "") -> 
         raise ConfigError(_join(where, str(error))) from error
     except (ValueError, ServingError) as error:
         raise ConfigError(f"{where}: {error}" if where else str(error)) from error
+
+
+def type_hints(cls: type) -> Mapping[str, Any]:
+    """The type of each field of the dataclass ``cls``, by name."""
+    return _type_hints(cls)
+
+
+@cache  # evaluating them took longer than all else that `build` does
+def _type_hints(cls: type) -> Mapping[str, Any]:
+    return get_type_hints(cls, include_extras=True)
 
 
 def expand_path(text: str) -> str:

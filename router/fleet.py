@@ -199,6 +199,10 @@ class Fleet:
         """The router shuts down: log no more broken streams, since workers also stop when a deployment ends."""
         self._is_draining = True
 
+    def certificate_end(self) -> float | None:
+        """When the first certificate ends with which it dials workers; see ``Dialer``."""
+        return self._dialer.certificate_end()
+
     async def close(self) -> None:
         """Leave all workers; requests still on them fail. Ends in bounded time."""
         tasks = list(self._probes.values())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from quartet.api.fleet import WorkerStatus
+from quartet.api.fleet import WorkerState, WorkerStatus
 from quartet.discovery.base import Role, RouterRecord
+from quartet.rpc.channels import ListenAddress
 from quartet.telemetry.targets import Target
 from quartet.telemetry.vllm_names import AdapterFigures, ModelFigures
 from router.workers import PoolKey
@@ -55,6 +56,33 @@ def _known(workers: Sequence[WorkerStatus], before: _KnownModel | None) -> _Know
     )
 
 
+class RequiredRoles:
+    """Which of the roles that a router requires have no ready worker, by model.
+
+    A model is known from its first worker of such a role on, and for good: a model that has lost all is missed.
+    """
+
+    def __init__(self, roles: Collection[Role]) -> None:
+        """``roles`` each need a ready worker."""
+        self._roles = sorted(roles)
+        self._models: frozenset[str] = frozenset()
+
+    def read(self, statuses: Iterable[WorkerStatus]) -> Mapping[tuple[str, str], bool]:
+        """By model and role, whether it is missing. Several threads may read.
+
+        Before any model is known, its name is empty.
+
+        Args:
+            statuses: all workers.
+        """
+        required = [status for status in statuses if status.record.role in self._roles]
+        ready = {(one.record.model_name, one.record.role) for one in required if one.state is WorkerState.READY}
+        models = self._models = self._models | {status.record.model_name for status in required}
+        return {
+            (model, role.value): (model, role) not in ready for model in sorted(models or {""}) for role in self._roles
+        }
+
+
 def adapter_figures(
     statuses: Iterable[WorkerStatus], waiting: Collection[str], running: Collection[str]
 ) -> AdapterFigures:
@@ -63,8 +91,27 @@ def adapter_figures(
     return AdapterFigures(num_served=len(served), waiting=waiting, running=running)
 
 
-def scrape_targets(statuses: Iterable[WorkerStatus], routers: Sequence[RouterRecord], namespace: str) -> list[Target]:
-    """The processes of ``namespace`` that have said where their metrics are."""
+def scrape_targets(
+    statuses: Iterable[WorkerStatus], routers: Sequence[RouterRecord], namespace: str, *, host: str, is_near: bool
+) -> list[Target]:
+    """The processes of ``namespace`` that have said where their metrics are, and that who asks can reach there.
+
+    Metrics on loopback are those of the process's own host: only who asks there is told of them.
+
+    Args:
+        statuses: all workers.
+        routers: all routers.
+        namespace: of the deployment.
+        host: that others dial for this router; empty: they can't.
+        is_near: whether who asks is on this router's host.
+    """
+
+    def is_within_reach(metrics_address: str, grpc_address: str) -> bool:
+        if not ListenAddress.parse(metrics_address, "metrics_address").is_loopback:
+            return True
+        peer = ListenAddress.parse(grpc_address, "grpc_address")
+        return is_near and (peer.is_loopback or peer.host == host)
+
     workers = [
         Target(
             address=status.record.http_address,
@@ -74,6 +121,7 @@ def scrape_targets(statuses: Iterable[WorkerStatus], routers: Sequence[RouterRec
             model=status.record.model_name,
         )
         for status in statuses
+        if status.record.http_address and is_within_reach(status.record.http_address, status.record.grpc_address)
     ]
     others = [
         Target(
@@ -83,8 +131,9 @@ def scrape_targets(statuses: Iterable[WorkerStatus], routers: Sequence[RouterRec
             namespace=namespace,
         )
         for record in routers
+        if record.metrics_address and is_within_reach(record.metrics_address, record.grpc_address)
     ]
-    return [target for target in (*others, *workers) if target.address]
+    return [*others, *workers]
 
 
 def _figures(

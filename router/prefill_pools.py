@@ -12,6 +12,7 @@ from quartet.discovery.base import SPOKEN_VERSIONS, Registry
 from quartet.discovery.create import DiscoveryConfig, create_registry
 from quartet.errors import DrainingError, RouterUnavailableError, WorkerUnavailableError
 from quartet.rpc.channels import Dialer, TlsConfig
+from quartet.telemetry.metrics import CertificateMetrics, CertificateUse
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,13 @@ class PrefillPools:
     def has_discovered(self) -> bool:
         """Whether routers of any pool are found in discovery."""
         return bool(self._registries)
+
+    def watch_certificates(self, certificates: CertificateMetrics) -> None:
+        """Have those shown with which routers and discovery are dialled."""
+        if self._dialer is not None:
+            certificates.watch(CertificateUse.DIAL, self._dialer.certificate_end)
+        for registry in self._registries.values():
+            certificates.watch(CertificateUse.ETCD, registry.certificate_end)
 
     async def follow(self) -> None:
         """Follow the routers that discovery lists until cancelled."""

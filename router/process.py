@@ -23,8 +23,16 @@ from quartet.rpc.server import RpcServer, StalledCalls
 from quartet.streams.signed_start import SigningKeys
 from quartet.supervision import LoopWatch, Supervisor
 from quartet.telemetry.http import Probes, TelemetryServer
-from quartet.telemetry.metrics import ProcessMetrics, RouterMetrics, monitor_event_loop_lag
-from quartet.telemetry.targets import Target
+from quartet.telemetry.metrics import (
+    CertificateMetrics,
+    CertificateUse,
+    ProcessMetrics,
+    ReloadedFile,
+    ReloadMetrics,
+    RouterMetrics,
+    monitor_event_loop_lag,
+)
+from quartet.telemetry.targets import ListTargets, Target
 from quartet.telemetry.tracing import Tracer, open_tracer
 from quartet.telemetry.vllm_names import show_router_as_vllm
 from router.admission import Admission
@@ -44,7 +52,7 @@ from router.media.encode_queue import EncodeQueue
 from router.media.fetch import MediaFetcher
 from router.media.queue import MediaQueue, MediaQueueConfig
 from router.media.request import MediaTools
-from router.observed import ObservedModels, adapter_figures, scrape_targets
+from router.observed import ObservedModels, RequiredRoles, adapter_figures, scrape_targets
 from router.peers import Peering
 from router.policy.create import create_policy
 from router.prefill_for import PrefillFor
@@ -87,9 +95,14 @@ class RouterProcess:
         self._on_failure = on_failure
         self._registry = CollectorRegistry()
         self._metrics = RouterMetrics(self._registry)
+        self._certificates = CertificateMetrics(self._registry)
+        self._reloads = ReloadMetrics(self._registry)
         self._metrics.expect_causes(attempt_causes())
         self._stalled = StalledCalls(config.stall_timeout_s)
-        self._signing_keys = None if config.signing_keys_file is None else SigningKeys(config.signing_keys_file)
+        self._signing_keys: SigningKeys | None = None
+        if config.signing_keys_file is not None:
+            count = self._reloads.counter(ReloadedFile.SIGNING_KEYS)
+            self._signing_keys = SigningKeys(config.signing_keys_file, count=count)
         self._events_key = None if config.events_key_file is None else read_events_key(config.events_key_file)
         template_file = config.custom_chat_template
         self._chat_template = None if template_file is None else read_chat_template(template_file)
@@ -154,6 +167,7 @@ class RouterProcess:
             self._watch_requests(pipeline, prefills)
             servicer = self._servicer(pipeline, table, fleet, prefills)
             server = self._server(servicer, table, fleet)
+            self._watch_certificates(fleet, server, pipeline.context.prefill_pools)
             grpc_port = await server.start()
             self.address = f"{config.server.address.rpartition(':')[0]}:{grpc_port}"
             stack.push_async_callback(server.drain, 0)
@@ -183,6 +197,11 @@ class RouterProcess:
         if self._tracer is not None:
             stack.push_async_callback(self._tracer.close)
 
+    def _watch_certificates(self, fleet: Fleet, server: RpcServer, prefill_pools: PrefillPools) -> None:
+        self._certificates.watch(CertificateUse.GRPC, server.certificate_end)
+        self._certificates.watch(CertificateUse.DIAL, fleet.certificate_end)
+        prefill_pools.watch_certificates(self._certificates)
+
     def _follow_workers(
         self,
         tasks: Supervisor,
@@ -195,6 +214,7 @@ class RouterProcess:
     ) -> None:
         """Start what keeps the table up to date, and tells other routers and clients of this one."""
         registry = create_registry(self._config.discovery)
+        self._certificates.watch(CertificateUse.ETCD, registry.certificate_end)
         stack.push_async_callback(registry.close)
         tasks.start("discovery", fleet.watch(registry.watch()))
         tasks.start("peers", peering.follow(registry.watch_routers(), fleet, table))
@@ -203,14 +223,15 @@ class RouterProcess:
         if prefill_pools.has_discovered:
             tasks.start("prefill-pools", prefill_pools.follow())
 
-    def _targets(self, table: WorkerTable, peering: Peering) -> Sequence[Target]:
+    def _targets(self, table: WorkerTable, peering: Peering, is_near: bool) -> Sequence[Target]:
         """What Prometheus is told of: nothing before discovery has listed it. Any thread may ask."""
         if peering.routers is None:
             return ()
-        namespace = self._config.discovery.namespace
-        return scrape_targets(table.statuses(time.monotonic()), peering.routers, namespace)
+        namespace, host = self._config.discovery.namespace, self._config.host_of(self._config.server.address)
+        statuses = table.statuses(time.monotonic())
+        return scrape_targets(statuses, peering.routers, namespace, host=host, is_near=is_near)
 
-    async def _start_http(self, pipeline: Pipeline, targets: Callable[[], Sequence[Target]]) -> HttpServer | None:
+    async def _start_http(self, pipeline: Pipeline, targets: ListTargets) -> HttpServer | None:
         config = self._config
         if not config.http.port:
             return None
@@ -222,7 +243,9 @@ class RouterProcess:
             stall_timeout_s=config.stall_timeout_s,
             is_ready=self._probes().is_ready,
             targets=targets,
+            reloads=self._reloads,
         )
+        self._certificates.watch(CertificateUse.HTTP, server.certificate_end)
         port = self._openai_port = await server.start()
         scheme = "http" if config.http.tls is None else "https"
         logger.info("OpenAI's API listens on %s://%s:%d/v1", scheme, config.http.host, port)
@@ -251,7 +274,8 @@ class RouterProcess:
         if http is not None:
             tasks.start("http", http.tend())
         if config_file is not None:
-            tasks.start("reload", config_file.follow(self._use, partial(self._metrics.count_reload, "config")))
+            count = self._reloads.counter(ReloadedFile.CONFIG)
+            tasks.start("reload", config_file.follow(self._use, count))
 
     def _use(self, config: RouterConfig) -> None:
         """Take over the tenants of a changed configuration."""
@@ -311,7 +335,13 @@ class RouterProcess:
             file_fields=FILE_FIELDS,
             number_fields=NUMBER_FIELDS,
         )
-        return RpcServer(self._config.server, [router_service(servicer)], limits=limits, num_listeners=_NUM_LISTENERS)
+        return RpcServer(
+            self._config.server,
+            [router_service(servicer)],
+            limits=limits,
+            num_listeners=_NUM_LISTENERS,
+            count_reload=self._reloads.counter(ReloadedFile.GRPC_CERTIFICATE),
+        )
 
     def _pipeline(
         self,
@@ -358,7 +388,7 @@ class RouterProcess:
 
     def _watch_requests(self, pipeline: Pipeline, prefills: PrefillFor | None) -> None:
         media, admission, models = pipeline.context.media, pipeline.context.admission, ObservedModels()
-        encode = media.encode
+        encode, required = media.encode, RequiredRoles(self._config.required_roles)
 
         def num_queued() -> int:
             num_prefills = 0 if prefills is None else prefills.num_queued
@@ -375,6 +405,7 @@ class RouterProcess:
                 "prompts": pipeline.context.prompts.usage,
             }
         )
+        self._metrics.watch_missing_roles(lambda: required.read(pipeline.context.table.statuses(time.monotonic())))
         show_router_as_vllm(
             self._registry,
             self._metrics,

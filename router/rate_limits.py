@@ -292,8 +292,8 @@ class _Account:
 
 
 def _refusal(bucket: _Bucket, delay_s: float) -> RateLimitedError:
-    message = f"{bucket.owner} has used up its {bucket.setting} ({bucket.limit}): try again in {delay_s:.3g} s"
-    return RateLimitedError(message, retry_delay_s=delay_s)
+    # Clients show the time beside it: by gRPC it is in the status, by HTTP in ``Retry-After``.
+    return RateLimitedError(f"{bucket.owner} has used up its {bucket.setting} ({bucket.limit})", retry_delay_s=delay_s)
 
 
 def _duration(seconds: float) -> str:

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 # The outcome of a choice that its client continues.
 _PLACED = "placed"
 
+# The path of what Generate, a Session or HTTP answers.
+_GENERATE = "generate"
+
 
 class RequestLog:
     """Notes what happens to one request, and writes it when the request has ended.
@@ -36,9 +39,9 @@ class RequestLog:
     """
 
     def __init__(
-        self, request: RouterRequest, metrics: RouterMetrics, *, path: str = "", usage: UsageLog | None = None
+        self, request: RouterRequest, metrics: RouterMetrics, *, path: str = _GENERATE, usage: UsageLog | None = None
     ) -> None:
-        """``path``: how the client gets the tokens, if not through the call itself. ``usage`` gets a record."""
+        """``path``: how the client gets the tokens; by default through the call itself. ``usage`` gets a record."""
         self._usage = usage
         self.placement: Placement | None = None
         self._path = path
@@ -183,6 +186,7 @@ def log_refused(caller: Caller, error: BaseException, metrics: RouterMetrics) ->
     line = FinishedRequest(
         request_id="",
         outcome=outcome,
+        path=_GENERATE,
         trace_id=trace_id,
         span_id=span_id,
         tenant=caller.tenant,
@@ -266,7 +270,7 @@ def _to_record(line: FinishedRequest, request: RouterRequest) -> UsageRecord:
         tenant=line.tenant,
         key_id="" if key is None else key.id,
         model=line.model,
-        path=line.path or "generate",
+        path=line.path,
         num_prompt_tokens=line.num_prompt_tokens or 0,
         num_cached_tokens=line.num_cached_tokens or 0,
         num_output_tokens=num_output_tokens,

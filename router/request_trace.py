@@ -14,7 +14,7 @@ from quartet.errors import RequestTimeoutError, ServingError
 from quartet.streams.messages import RequestContext
 from quartet.telemetry import span_names as names
 from quartet.telemetry.logging import name_trace
-from quartet.telemetry.tracing import Attribute, Trace
+from quartet.telemetry.tracing import NO_ATTRIBUTES, Attribute, Trace
 from router.policy.base import Placement
 
 
@@ -100,7 +100,7 @@ class RequestTrace:
             self._received_at,
             time.monotonic(),
             attributes,
-            events=[] if first_token_at is None else [(names.FIRST_TOKEN, first_token_at)],
+            events=[] if first_token_at is None else [(names.FIRST_TOKEN, first_token_at, NO_ATTRIBUTES)],
             error=error,
             is_server=True,
         )

@@ -22,16 +22,28 @@ _STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.02
 
 
-def enable_auth(post: Callable[[str, dict[str, Any]], object], user: str, password: str, prefix: str) -> None:
-    """Have an etcd ask for a user, as ``EtcdServer.enable_auth``; ``post`` calls a method of its JSON gateway."""
-    for name, secret in ((user, password), ("root", password)):
-        post("auth/user/add", {"name": name, "password": secret})
-        post("auth/role/add", {"name": name})
-        post("auth/user/grant", {"user": name, "role": name})
+Post = Callable[[str, dict[str, Any]], object]
+
+
+def add_user(post: Post, user: str, password: str, prefix: str, permission: str = "READWRITE") -> None:
+    """A user of an etcd who has ``permission`` on all below ``prefix``; ``post`` calls a method of its JSON gateway."""
+    _add(post, user, password)
     begin, end = prefix.encode(), prefix[:-1].encode() + bytes([ord(prefix[-1]) + 1])
     keys = {"key": b64encode(begin).decode(), "range_end": b64encode(end).decode()}
-    post("auth/role/grant", {"name": user, "perm": {"permType": "READWRITE", **keys}})
+    post("auth/role/grant", {"name": user, "perm": {"permType": permission, **keys}})
+
+
+def enable_auth(post: Post, user: str, password: str, prefix: str) -> None:
+    """Have an etcd ask for a user, as ``EtcdServer.enable_auth``."""
+    add_user(post, user, password, prefix)
+    _add(post, "root", password)
     post("auth/enable", {})
+
+
+def _add(post: Post, user: str, password: str) -> None:
+    post("auth/user/add", {"name": user, "password": password})
+    post("auth/role/add", {"name": user})
+    post("auth/user/grant", {"user": user, "role": user})
 
 
 class EtcdServer:
@@ -117,6 +129,10 @@ class EtcdServer:
         """Ask every caller for a user from now on; ``user`` may read and write what is below ``prefix``."""
         enable_auth(self._post, user, password, prefix)
 
+    def add_reader(self, user: str, password: str, prefix: str) -> None:
+        """A user who may read what is below ``prefix``; before ``enable_auth``."""
+        add_user(self._post, user, password, prefix, "READ")
+
     def _command(self) -> list[str]:
         client = f"http://{self.endpoint}"
         options = {
@@ -127,7 +143,7 @@ class EtcdServer:
             "listen-peer-urls": self._peer,
             "initial-advertise-peer-urls": self._peer,
             "initial-cluster": f"test={self._peer}",
-            "heartbeat-interval": "20",  # ms; with the next one a lone member is its leader in a fifth of a second
+            "heartbeat-interval": "40",  # ms; with the next one a lone member is its leader in a fifth of a second
             "election-timeout": "200",
             "logger": "zap",
             "log-level": "error",

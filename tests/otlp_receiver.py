@@ -23,7 +23,8 @@ FIRST_TOKEN = "first token"
 class ReceivedSpan:
     """One span; ids are hexadecimal, ``parent_id`` is empty for a root; times are in Unix nanoseconds.
 
-    ``resource`` says whose it is; ``kind`` is a name of OTLP's, such as ``SPAN_KIND_SERVER``.
+    ``events`` has the time of each by name. ``resource`` says whose it is; ``kind`` is a name of OTLP's, such as
+    ``SPAN_KIND_SERVER``.
     """
 
     service: str
@@ -35,6 +36,7 @@ class ReceivedSpan:
     end: int
     attributes: Mapping[str, Any]
     events: Mapping[str, int]
+    event_attributes: Mapping[str, Mapping[str, Any]]
     is_error: bool
     kind: str
     has_remote_parent: bool
@@ -130,6 +132,7 @@ class OtlpReceiver(pb_grpc.TraceServiceServicer):
                     end=span.end_time_unix_nano,
                     attributes=_values(span.attributes),
                     events={event.name: event.time_unix_nano for event in span.events},
+                    event_attributes={event.name: _values(event.attributes) for event in span.events},
                     is_error=span.status.code == span.status.STATUS_CODE_ERROR,
                     kind=Span.SpanKind.Name(span.kind),
                     has_remote_parent=bool(span.flags & SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK),

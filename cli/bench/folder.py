@@ -48,7 +48,8 @@ class FolderOptions:
             if self.log_dir or self.labels:
                 raise typer.BadParameter("needs --out", param_hint="--log-dir" if self.log_dir else "--label")
             return
-        if (self.path / REPORT_FILE).exists():
+        # A run that was killed has left its loads' folders, and no report.
+        if any(path.is_file() for name in (REPORT_FILE, f"*/{RESULT_FILE}") for path in self.path.glob(name)):
             raise typer.BadParameter(f"{self.path} holds results already: name another one", param_hint="--out")
         try:
             self.path.mkdir(parents=True, exist_ok=True)

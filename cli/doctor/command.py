@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cli.app import spread_groups
 from cli.doctor.finding import Check, Finding, Verdict, check_up, worst, wrong
 from cli.doctor.gpus import check_gpus
 from cli.doctor.hand_offs import check_hand_offs
@@ -23,8 +24,8 @@ from cli.doctor.machine import check_limits, check_memory, check_shared_memory
 from cli.doctor.network import EtcdCheck, PortsCheck
 from cli.doctor.packages import check_packages
 from cli.doctor.trtllm import check_trtllm
+from cli.options import EtcdAccess, addresses_in
 from cli.output import reporting_errors
-from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdConfig
 from quartet.errors import ConfigError
 
@@ -33,7 +34,6 @@ _TRTLLM_TIMEOUT_S = 180.0
 _GPU_TIMEOUT_S = 240.0
 # A model may have to be fetched, and engines warm up for minutes.
 _LIVE_START_TIMEOUT_S = 900.0
-_ACCESS = "Access to etcd"
 _LIVE = "With --live"
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.WRONG: "bold red"}
 _CHECK_WIDTH = 16
@@ -44,37 +44,29 @@ doctor = typer.Typer(name="doctor", no_args_is_help=False, add_completion=False)
 
 
 @doctor.callback(invoke_without_command=True)
+@spread_groups
 def machine(
     context: typer.Context,
     *,
     etcd: Annotated[
-        str | None,
-        typer.Option("--etcd", metavar="HOST:PORT,...", envvar="ETCD_ENDPOINTS", help="The etcd that you mean to use."),
+        list[str] | None,
+        typer.Option(
+            "--etcd",
+            metavar="HOST:PORT,...",
+            envvar=["QUARTET_ETCD", "ETCD_ENDPOINTS"],
+            help="The etcd that you mean to use.",
+            rich_help_panel="Discovery",
+        ),
     ] = None,
-    etcd_ca: Annotated[
-        Path | None, typer.Option("--etcd-ca", help="Certificates that its own must lead to.", rich_help_panel=_ACCESS)
-    ] = None,
-    etcd_cert: Annotated[
-        Path | None, typer.Option("--etcd-cert", help="Your own certificate chain.", rich_help_panel=_ACCESS)
-    ] = None,
-    etcd_key: Annotated[
-        Path | None, typer.Option("--etcd-key", help="Its private key.", rich_help_panel=_ACCESS)
-    ] = None,
-    etcd_user: Annotated[
-        str, typer.Option("--etcd-user", help="A user of etcd, if it asks for one.", rich_help_panel=_ACCESS)
-    ] = "",
-    etcd_password: Annotated[
-        Path | None,
-        typer.Option("--etcd-password-file", help="File that holds its password.", rich_help_panel=_ACCESS),
-    ] = None,
+    access: EtcdAccess,
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine: what Quartet would miss, and what to do. Exit code 1 if anything is wrong."""
     if context.invoked_subcommand is not None:
         return
     with reporting_errors():
-        access = _EtcdFiles(ca=etcd_ca, cert=etcd_cert, key=etcd_key, password=etcd_password)
-        check = _etcd_check(etcd, etcd_user, access)
+        chosen = addresses_in(etcd or [])
+        check = EtcdCheck(access.config(chosen or EtcdConfig().endpoints), is_chosen=bool(chosen))
         _report(asyncio.run(_check_all(check)), as_json=as_json)
 
 
@@ -174,40 +166,6 @@ async def _check_all(etcd: EtcdCheck) -> list[Finding]:
         "shared memory": check_shared_memory,
     }
     return await check_up(checks, timeout_s=_TIMEOUT_S)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _EtcdFiles:
-    """The files that options name."""
-
-    ca: Path | None
-    cert: Path | None
-    key: Path | None
-    password: Path | None
-
-    def __post_init__(self) -> None:
-        options = {"ca": self.ca, "cert": self.cert, "key": self.key, "password-file": self.password}
-        for option, file in options.items():
-            if file is not None and not file.is_file():
-                raise ConfigError(f"--etcd-{option}: there is no file {file}")
-        if (self.cert is None) != (self.key is None):
-            raise ConfigError("--etcd-cert, --etcd-key: one without the other")
-
-    def tls(self, endpoints: Sequence[str]) -> EtcdTls | None:
-        """TLS if a certificate is given or an endpoint says https."""
-        if self.ca or self.cert or any(endpoint.startswith("https://") for endpoint in endpoints):
-            return EtcdTls(ca_file=self.ca, cert_file=self.cert, key_file=self.key)
-        return None
-
-
-def _etcd_check(named: str | None, user: str, files: _EtcdFiles) -> EtcdCheck:
-    chosen = tuple(endpoint for part in (named or "").split(",") if (endpoint := part.strip()))
-    endpoints = chosen or EtcdConfig().endpoints
-    try:
-        config = EtcdConfig(endpoints=endpoints, tls=files.tls(endpoints), user=user, password_file=files.password)
-    except ConfigError as error:
-        raise ConfigError(f"--etcd: {error}") from error
-    return EtcdCheck(config, is_chosen=bool(chosen))
 
 
 @contextlib.contextmanager

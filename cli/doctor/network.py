@@ -18,7 +18,7 @@ from quartet.client import QuartetClient
 from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdConfig
 from quartet.errors import ServingError
-from services.topology.launch import etcd_answers, find_etcd
+from services.topology.launch import etcd_answers, etcd_fault, find_etcd
 from services.topology.topology import DEFAULT_ROUTER_PORT
 
 _HTTP_TIMEOUT_S = 2.0
@@ -58,13 +58,14 @@ class EtcdCheck:
 
     async def _ask(self, config: EtcdConfig) -> Sequence[Finding]:
         [endpoint] = config.endpoints
-        if await etcd_answers(config):
+        fault = await etcd_fault(config)
+        if not fault:
             facts = await ask_facts(config)
             version = "it gives no version over HTTP" if facts.version is None else f"version {facts.version}"
             return [ok("etcd", f"{endpoint} answers; {version}"), *judge_skew(endpoint, facts.skew_s)]
         if self.is_chosen:
-            advice = "start it, or name another one: --etcd, ETCD_ENDPOINTS"
-            return [wrong("etcd", f"{endpoint} does not answer", advice)]
+            advice = "start it, name another one (--etcd), or say who you are (--etcd-cert, --etcd-user, --namespace)"
+            return [wrong("etcd", f"{endpoint} does not answer a read: {fault}", advice)]
         return [await _startable(endpoint)]
 
 

@@ -1,15 +1,16 @@
 """What a person should look at: the rules of ``deploy/prometheus/alerts.yml`` that a router's states can tell.
 
 Names, windows, thresholds and outcomes are those of that file; a test holds both equal. Its ``for`` is left out, as
-people look at the moment, and windows begin when ``quartet top`` does.
+people look at the moment, and windows begin when ``quartet top`` does: before they are full, that nothing was found
+means little (``find_unknown``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from cli.top.fleet import COUNTS_S, STATES, Fleet, short
+from cli.top.fleet import COUNTS_S, LOST_S, STATES, Fleet, short
 from quartet.client import FleetTotals, WorkerState
 from quartet.discovery.base import Role
 
@@ -27,6 +28,18 @@ FAILED = frozenset(
 )
 
 
+#: Seconds that a rule must have been watched for, by its name, before its silence says that all is well.
+WINDOWS_S: Mapping[str, float] = {
+    "QuartetRoleMissing": 0.0,
+    "QuartetWorkerLost": LOST_S,
+    "QuartetEngineStalled": STALL_S,
+    "QuartetQueueFull": COUNTS_S,
+    "QuartetIndexGaps": COUNTS_S,
+    "QuartetRequestsFail": COUNTS_S,
+}
+_OF_WORKERS = frozenset({"QuartetRoleMissing", "QuartetWorkerLost", "QuartetEngineStalled"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Alert:
     """Something to look at. ``rule`` is its name in Prometheus."""
@@ -38,10 +51,32 @@ class Alert:
 def find_alerts(fleet: Fleet, now_s: float) -> list[Alert]:
     """All that hold at ``now_s``."""
     return [
+        *(Alert(rule="QuartetRoleMissing", text=text) for text in _missing(fleet)),
         *(Alert(rule="QuartetWorkerLost", text=text) for text in _lost(fleet, now_s)),
         *(Alert(rule="QuartetEngineStalled", text=text) for text in _stalled(fleet, now_s)),
         *(_counted(fleet) if fleet.totals.points else ()),
     ]
+
+
+def find_unknown(fleet: Fleet, now_s: float) -> list[str]:
+    """The rules that may hold although ``find_alerts`` does not have them: they were not watched for long enough."""
+    found = {alert.rule for alert in find_alerts(fleet, now_s)}
+    return [rule for rule in WINDOWS_S if rule not in found and not _is_watched(fleet, rule, now_s)]
+
+
+def _is_watched(fleet: Fleet, rule: str, now_s: float) -> bool:
+    began_s = fleet.began_s if rule in _OF_WORKERS else fleet.counts_began_s
+    return began_s is not None and now_s - began_s >= WINDOWS_S[rule]
+
+
+def _missing(fleet: Fleet) -> Iterator[str]:
+    if fleet.began_s is None:
+        return
+    for model in sorted(fleet.decoded_models):
+        if (model, Role.DECODE) not in fleet.ready_roles:
+            yield f"{model} has no ready decode worker"
+    if not fleet.decoded_models and not fleet.ready_roles:
+        yield "no worker is ready"
 
 
 def _lost(fleet: Fleet, now_s: float) -> Iterator[str]:

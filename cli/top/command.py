@@ -17,7 +17,7 @@ from rich.text import Text
 
 from cli.options import RouterOptions
 from cli.output import describe, json_value, open_console
-from cli.top.alerts import find_alerts
+from cli.top.alerts import find_alerts, find_unknown
 from cli.top.fleet import Fleet, WorkerRow
 from cli.top.render import draw
 from cli.top.terminal import Terminal
@@ -82,6 +82,7 @@ def _to_json(fleet: Fleet, now_s: float) -> dict[str, object]:
         "figures": json_value(fleet.figures()),
         "workers": json_value(fleet.rows(now_s)),
         "alerts": json_value(find_alerts(fleet, now_s)),
+        "alerts_not_known": find_unknown(fleet, now_s),
     }
 
 

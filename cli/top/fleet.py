@@ -119,14 +119,15 @@ class Series(Generic[ValueT]):
 
 @dataclass
 class _Track:
-    """One epoch of a worker: its last row, its steps, and when each rank last moved or had nothing to do."""
+    """One epoch of a worker: its last row, its steps, and since when each rank has had requests and made no step."""
 
     epoch: int
     status: WorkerStatus
     row: WorkerRow
     steps: Series[int]
     rank_steps: list[int]
-    moved_at_s: list[float]
+    rank_has_work: list[bool]
+    still_since_s: list[float]
     gone_at_s: float | None = None
 
 
@@ -136,25 +137,40 @@ class Fleet:
     Attributes:
         totals: what the router has counted, of the last minutes; empty: its version does not say.
         ready: by role, ready workers of the last minutes.
+        ready_roles: model and role of the ready workers.
+        decoded_models: models that have had a decode worker since the first state.
         lines: figures of the last ``KEPT_S`` seconds.
+        began_s: when the first state came.
+        counts_began_s: when the first ``totals`` of this router came.
     """
 
     def __init__(self) -> None:
         self.totals: Series[FleetTotals] = Series(COUNTS_S)
         self.ready: Series[Mapping[Role, int]] = Series(LOST_S)
+        self.ready_roles: frozenset[tuple[str, Role]] = frozenset()
+        self.decoded_models: set[str] = set()
         self.lines: Series[Figures] = Series(KEPT_S)
+        self.began_s: float | None = None
+        self.counts_began_s: float | None = None
         self._tracks: dict[str, _Track] = {}
 
     def take(self, state: FleetState, now_s: float) -> None:
         """One more state came, at ``now_s``, in monotonic seconds."""
+        if self.began_s is None:
+            self.began_s = now_s
         if state.totals is not None:
             if self.totals.points and self.totals.points[-1][1].router_id != state.totals.router_id:
                 self.totals.points.clear()  # another router has counts of its own
                 self.lines.points.clear()
+            if not self.totals.points:
+                self.counts_began_s = now_s
             self.totals.add(now_s, state.totals)
         self.lines.add(now_s, self.figures())
-        ready = Counter(worker.record.role for worker in state.workers if worker.state is WorkerState.READY)
-        self.ready.add(now_s, ready)
+        ready = [worker.record for worker in state.workers if worker.state is WorkerState.READY]
+        self.ready.add(now_s, Counter(record.role for record in ready))
+        self.ready_roles = frozenset((record.model_name, record.role) for record in ready)
+        records = [worker.record for worker in state.workers]
+        self.decoded_models.update(record.model_name for record in records if record.role is Role.DECODE)
         self._take_workers(state.workers, now_s)
 
     def figures(self) -> Figures:
@@ -189,11 +205,11 @@ class Fleet:
     def stalled_ranks(self, after_s: float, now_s: float) -> list[tuple[str, int, float]]:
         """Worker, rank and seconds of those that have had requests and made no step for ``after_s``."""
         return [
-            (worker_id, rank, now_s - moved_at_s)
+            (worker_id, rank, now_s - since_s)
             for worker_id, track in sorted(self._tracks.items())
             if track.gone_at_s is None
-            for rank, moved_at_s in enumerate(track.moved_at_s)
-            if now_s - moved_at_s >= after_s
+            for rank, since_s in enumerate(track.still_since_s)
+            if track.rank_has_work[rank] and now_s - since_s >= after_s
         ]
 
     def _take_workers(self, workers: Sequence[WorkerStatus], now_s: float) -> None:
@@ -211,11 +227,12 @@ class Fleet:
         track = self._tracks.get(record.worker_id)
         if track is None or track.epoch != record.epoch or len(track.rank_steps) != len(steps):
             row = _row(worker, None)
-            track = _Track(record.epoch, worker, row, Series(KEPT_S), steps, [now_s] * len(steps))
+            track = _Track(record.epoch, worker, row, Series(KEPT_S), steps, [False] * len(steps), [now_s] * len(steps))
             self._tracks[record.worker_id] = track
-        for number, rank in enumerate(ranks):
-            if rank.num_steps != track.rank_steps[number] or not rank.num_running + rank.num_waiting:
-                track.moved_at_s[number] = now_s
+        had_work, track.rank_has_work = track.rank_has_work, [rank.num_running + rank.num_waiting > 0 for rank in ranks]
+        for number, num_steps in enumerate(steps):
+            if num_steps != track.rank_steps[number] or not (had_work[number] and track.rank_has_work[number]):
+                track.still_since_s[number] = now_s
         track.status, track.rank_steps, track.gone_at_s = worker, steps, None
         track.steps.add(now_s, sum(steps))
         track.row = _row(worker, _per_s(track.steps))

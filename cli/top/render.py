@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from cli.answer import one_line
-from cli.top.alerts import Alert, find_alerts
+from cli.top.alerts import Alert, find_alerts, find_unknown
 from cli.top.fleet import GONE, KEPT_S, STATES, Figures, Fleet, WorkerRow, milliseconds, short
 from cli.top.view import ORDERS, ROLES, View
 from quartet.client import WorkerState
@@ -131,14 +131,16 @@ def draw(
     rows = fleet.rows(now_s)
     head = [_title(fleet, rows, problem), Text()]
     cards = _cards(fleet, width) if height is not None else _without_sparks(_cards(fleet, width))
-    alerts = [_alert(alert) for alert in find_alerts(fleet, now_s)]
+    alerts = [_alert(alert) for alert in find_alerts(fleet, now_s)] or [_quiet(fleet, now_s)]
+    if height is None:
+        alerts += _not_known(fleet, now_s)
     foot = [] if height is None else [Text(), _foot(view)]
     if height is not None:
         room = height - len(head) - len(foot) - _MIN_ROWS - 3
         alerts = alerts[: max(1, room - len(cards))]
         cards = cards if len(cards) + len(alerts) <= room else _without_sparks(cards)
         cards = cards if len(cards) + len(alerts) <= room else []
-    top = [*head, *cards, *([Text()] if cards else []), *(alerts or [Text("no alerts", "green")]), Text()]
+    top = [*head, *cards, *([Text()] if cards else []), *alerts, Text()]
     space = None if height is None else max(1, height - len(top) - len(foot))
     middle = _help() if view.shows_help else _table(view, rows, width, space)
     if space is not None:
@@ -159,6 +161,17 @@ def _title(fleet: Fleet, rows: Sequence[WorkerRow], problem: str) -> Text:
         totals = fleet.totals.points[-1][1]
         parts = [totals.router_id, totals.policy, *parts, f"{short(totals.num_running)} requests here"]
     return Text.assemble(("quartet top  ", "bold"), "  ".join(parts))
+
+
+def _quiet(fleet: Fleet, now_s: float) -> Text:
+    if fleet.began_s is None or not find_unknown(fleet, now_s):
+        return Text("no alerts", "green")
+    return Text(f"no alerts within {now_s - fleet.began_s:.0f} s")
+
+
+def _not_known(fleet: Fleet, now_s: float) -> list[Text]:
+    unknown = find_unknown(fleet, now_s)
+    return [Text(f"too short to know: {', '.join(unknown)}")] if unknown else []
 
 
 def _cards(fleet: Fleet, width: int) -> list[Text]:

@@ -51,7 +51,7 @@ func (e *Error) Error() string {
 		text += fmt.Sprintf(" (%s)", e.Field)
 	}
 	if e.RetryAfter > 0 {
-		text += fmt.Sprintf("; try again after %v", e.RetryAfter)
+		text += fmt.Sprintf("; try again after %v", e.RetryAfter.Round(time.Millisecond))
 	}
 	return text
 }

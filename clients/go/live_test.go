@@ -32,8 +32,9 @@ type live struct {
 	Question    string   `json:"question"`
 	PictureIDs  []uint32 `json:"picture_ids"`
 	PictureText string   `json:"picture_text"`
-	// For so long the router waits for who reads nothing, in seconds.
-	StallTimeout float64 `json:"stall_timeout_s"`
+	// Of another router, which waits for so long for who reads nothing, in seconds.
+	StallingAddress string  `json:"stalling_address"`
+	StallTimeout    float64 `json:"stall_timeout_s"`
 }
 
 // dialLive connects to the fleet that the file in QUARTET_GO_LIVE names (see tests/e2e/test_go_client.py), by TLS.
@@ -51,16 +52,16 @@ func dialLive(t *testing.T) (*quartet.Client, *live) {
 	if err := json.Unmarshal(text, fleet); err != nil {
 		t.Fatal(err)
 	}
-	return dialAs(t, fleet, fleet.Cert, fleet.Key), fleet
+	return dialAs(t, fleet, fleet.Address, fleet.Cert, fleet.Key), fleet
 }
 
-func dialAs(t *testing.T, fleet *live, cert, key string) *quartet.Client {
+func dialAs(t *testing.T, fleet *live, address, cert, key string) *quartet.Client {
 	t.Helper()
 	config, err := quartet.LoadTLS(fleet.CA, cert, key)
 	if err != nil {
 		t.Fatal(err)
 	}
-	client, err := quartet.Dial(fleet.Address, config)
+	client, err := quartet.Dial(address, config)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -172,7 +173,7 @@ func TestLiveChatAboutAPictureIsAnsweredOnBothPaths(t *testing.T) {
 
 func TestLiveCancelFreesTheWorkerOnBothPaths(t *testing.T) {
 	client, fleet := dialLive(t)
-	operator := dialAs(t, fleet, fleet.OperatorCert, fleet.OperatorKey)
+	operator := dialAs(t, fleet, fleet.Address, fleet.OperatorCert, fleet.OperatorKey)
 	session := newSession(t, client)
 	ctx, cancel := context.WithCancel(testContext(t))
 	defer cancel()
@@ -211,8 +212,10 @@ func TestLiveCancelFreesTheWorkerOnBothPaths(t *testing.T) {
 }
 
 func TestLiveSlowReaderOfGenerateIsWaitedForSoLong(t *testing.T) {
-	client, fleet := dialLive(t)
-	operator := dialAs(t, fleet, fleet.OperatorCert, fleet.OperatorKey)
+	_, fleet := dialLive(t)
+	client := dialAs(t, fleet, fleet.StallingAddress, fleet.Cert, fleet.Key)
+	operator := dialAs(t, fleet, fleet.Address, fleet.OperatorCert, fleet.OperatorKey)
+	awaitRunning(t, operator, 0) // It is connected then, and sees what runs for seconds only.
 	request := endless()
 	request.Output = &pb.OutputOptions{Logprobs: proto.Uint32(20)} // So a few hundred tokens are all that is sent unread.
 	var waited time.Duration

@@ -19,6 +19,7 @@ from quartet.discovery.base import Rank
 from quartet.engine.base import FinishReason
 from quartet.engine.sampling import GrammarKind, GuidedDecoding, PromptLogprobs, Sampling, TokenLogprobs, guided_choice
 from quartet.media.items import MediaFile, MediaKind, MediaPart, MediaUrl
+from quartet.rpc.channels import TlsConfig
 from quartet.streams.worker_client import DrainOutcome
 from quartet.text.chat_message import ChatMessage, Tool, ToolCall
 from quartet.text.json_object import JsonObject
@@ -57,6 +58,7 @@ __all__ = [
     "RequestPath",
     "Sampling",
     "TimeBreakdown",
+    "TlsConfig",
     "TokenLogprobs",
     "Tool",
     "ToolCall",

@@ -119,7 +119,7 @@ class WorkerRecord(Abilities):
         host: where the process runs, for the ways that need shared memory.
         transfer_ways: the ways by which its blocks can be pulled, best first; empty: no worker can pull them.
         contract_version: the version of the protos that the worker was built with.
-        http_address: ``host:port`` of metrics and health; empty when the worker has none.
+        http_address: ``host:port`` of metrics and health; loopback: of the worker's own host; empty: it has none.
     """
 
     worker_id: str
@@ -174,7 +174,7 @@ class RouterRecord:
         grpc_address: ``host:port`` that clients dial.
         contract_version: the version of the protos that the router was built with.
         http_address: ``host:port`` of OpenAI's API; empty when the router has none.
-        metrics_address: ``host:port`` of metrics and health; empty when the router has none.
+        metrics_address: ``host:port`` of metrics and health; loopback: of the router's own host; empty: it has none.
         events_address: ``tcp://host:port`` of the ZMQ PUB socket that tells what it books; empty when it has none.
         max_generates: calls of Generate that it takes at a time; 0: it does not say.
     """
@@ -301,6 +301,13 @@ class Registry(ABC):
         watch = RouterWatch(self._feed, on_close=self._open.discard)
         self._open.add(watch)
         return watch
+
+    def certificate_end(self) -> float | None:
+        """Unix time at which the first of the certificates ends that its connections have; ``None``: they have none.
+
+        Any thread may ask.
+        """
+        return None
 
     async def close(self) -> None:
         """Close every registration and watch made here, and the connection; ends in bounded time."""

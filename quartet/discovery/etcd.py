@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 
-from quartet.discovery.base import AnyRecord, RecordSet, Registration, Registry, Role, WorkerKey
+from quartet.discovery.base import AnyRecord, RecordSet, Registration, Registry, Role, RouterRecord, WorkerKey
 from quartet.discovery.etcd_client import EtcdClient, EtcdConfig, KeyChange, StoredValue, new_lease_id
 from quartet.discovery.record_json import RecordReader, read_epoch, to_json
 from quartet.errors import DiscoveryError, WorkerReplacedError
@@ -173,7 +173,16 @@ class EtcdRegistry(Registry):
         Raises:
             DiscoveryError: no endpoint answered, each within the request timeout.
         """
-        return (await self._list())[1]
+        return (await self._list(self._prefix))[1]
+
+    async def routers(self) -> list[RouterRecord]:
+        """See ``Registry``. Reads nothing else: who only looks for routers needs no right to read the rest."""
+        _, records = await self._list(f"{self._prefix}{Role.ROUTER}/")
+        return [record for record in records if isinstance(record, RouterRecord)]
+
+    def certificate_end(self) -> float | None:
+        """See ``Registry``."""
+        return self._client.certificate_end()
 
     async def close(self) -> None:
         """Close every registration and watch made here, then the channels."""
@@ -184,14 +193,14 @@ class EtcdRegistry(Registry):
         back_off = BackOff()
         while True:
             try:
-                revision, records = await self._list()
+                revision, records = await self._list(self._prefix)
                 known.replace(records)
                 await self._client.follow(self._prefix, revision, back_off.reset, partial(self._apply, known))
             except DiscoveryError as error:
                 await back_off.pause(f"watch of {self._prefix}", error)
 
-    async def _list(self) -> tuple[int, list[AnyRecord]]:
-        listing = await self._client.list(self._prefix)
+    async def _list(self, prefix: str) -> tuple[int, list[AnyRecord]]:
+        listing = await self._client.list(prefix)
         # etcd lists in the order of keys: by role, then id.
         keyed = [(self._worker_key(value.key), value.value) for value in listing.values]
         records = [self._reader.record(key, data) for key, data in keyed if key is not None]

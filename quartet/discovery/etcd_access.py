@@ -17,7 +17,7 @@ from aetcd import rpc
 
 from quartet.config import read_secret_file
 from quartet.errors import ConfigError
-from quartet.rpc.channels import read_pem
+from quartet.rpc.channels import read_certificate, read_pem
 
 #: Goes with every call of a user: its token, under the name that etcd reads (api/v3rpc/rpctypes/metadatafields.go).
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
@@ -58,14 +58,22 @@ class EtcdTls:
             missing = "cert_file" if self.cert_file is None else "key_file"
             raise ConfigError(f"{missing}: is missing; cert_file and key_file go together")
 
-    def credentials(self) -> grpc.ChannelCredentials:
-        """Credentials from the files as they are now. Raises ``ConfigError`` naming the setting that can't be used."""
-        certificate = "-----BEGIN CERTIFICATE-----"
-        return grpc.ssl_channel_credentials(
-            root_certificates=_read(self.ca_file, "ca_file", certificate),
+    def credentials(self) -> tuple[grpc.ChannelCredentials, float | None]:
+        """Credentials from the files as they are now, and when their certificate ends, in Unix time, if there is one.
+
+        Raises:
+            ConfigError: naming the setting that can't be used.
+        """
+        cert: bytes | None = None
+        end: float | None = None
+        if self.cert_file is not None:
+            cert, end = read_certificate(f"{_SETTING}.tls.cert_file", self.cert_file)
+        credentials = grpc.ssl_channel_credentials(
+            root_certificates=_read(self.ca_file, "ca_file", "-----BEGIN CERTIFICATE-----"),
             private_key=_read(self.key_file, "key_file", "PRIVATE KEY-----"),
-            certificate_chain=_read(self.cert_file, "cert_file", certificate),
+            certificate_chain=cert,
         )
+        return credentials, end
 
 
 class EtcdTokens:

@@ -216,6 +216,11 @@ class EtcdClient:
                 writer.cancel()
                 call.cancel()
 
+    def certificate_end(self) -> float | None:
+        """Unix time at which the first certificate of its channels ends; ``None``: none has one. Any thread may ask."""
+        ends = [endpoint.certificate_end for endpoint in tuple(self._endpoints.values())]
+        return min((end for end in ends if end is not None), default=None)
+
     async def close(self) -> None:
         """Close the channels; every call and stream must have ended."""
         for endpoint in self._endpoints.values():
@@ -251,7 +256,7 @@ class EtcdClient:
         number = self._current
         try:
             if number not in self._endpoints:
-                self._endpoints[number] = _Endpoint(_open_channel(self.config, self.config.endpoints[number]))
+                self._endpoints[number] = _Endpoint(*_open_channel(self.config, self.config.endpoints[number]))
             yield self._endpoints[number]
         except _FAILURES as error:
             raise self._failure(number, error) from error
@@ -282,8 +287,9 @@ _FAILURES = (grpc.aio.AioRpcError, asyncio.InvalidStateError, OSError, _BrokenSt
 class _Endpoint:
     """One etcd server: the channel to it, and stubs on that."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, certificate_end: float | None) -> None:
         self.channel = channel
+        self.certificate_end = certificate_end
         self.lease = rpc.LeaseStub(channel)
         self.watch = rpc.WatchStub(channel)
         self.auth = rpc.AuthStub(channel)
@@ -297,13 +303,14 @@ class _Endpoint:
         }
 
 
-def _open_channel(config: EtcdConfig, endpoint: str) -> grpc.aio.Channel:
+def _open_channel(config: EtcdConfig, endpoint: str) -> tuple[grpc.aio.Channel, float | None]:
+    """The channel, and when the certificate ends that it shows."""
     # The files are read again for each endpoint: they may have been renewed since the start.
-    credentials = None if config.tls is None else config.tls.credentials()
+    credentials, end = (None, None) if config.tls is None else config.tls.credentials()
     options: dict[str, int | str] = dict(_CHANNEL_OPTIONS)
     if config.tls is not None and config.tls.server_name is not None:
         options["grpc.ssl_target_name_override"] = config.tls.server_name
-    return open_channel(_address_of(endpoint), credentials, options)
+    return open_channel(_address_of(endpoint), credentials, options), end
 
 
 def _address_of(endpoint: str) -> str:

@@ -11,6 +11,7 @@ import os
 import ssl
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from grpc.aio import init_grpc_aio, shutdown_grpc_aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quartet.errors import ConfigError
+from quartet.rpc.certificate_end import certificate_end
 from quartet.rpc.secret_file import file_signature
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ MAX_STREAM_MESSAGE_BYTES = 1 << 20
 #: A host that answers no ping for ``KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS`` is dead.
 KEEPALIVE_TIME_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
+
+_CERTIFICATE = "-----BEGIN CERTIFICATE-----"
 
 # Of what comes down a stream and the reader has not asked for, so much may be on the way.
 _WINDOW_BYTES = 4096
@@ -83,15 +87,34 @@ class Dialer:
     def __init__(self, tls: TlsConfig | None) -> None:
         """Raises ``ConfigError`` if a file of ``tls`` can't be used; names the setting."""
         self._tls = tls
-        self._files = None if tls is None else _TlsFiles(tls, "dialling")
-        self._credentials = None if self._files is None else _channel_credentials(*self._files.content)
+        self._files = None if tls is None else TlsFiles(tls, "dialling")
+        self._content = None if self._files is None else self._files.current()
+        self._credentials = None if self._content is None else _channel_credentials(self._content)
+        # Of each channel that may still connect: when the certificate ends that it has.
+        self._ends: weakref.WeakKeyDictionary[grpc.aio.Channel, float] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()  # of these, which a scrape reads
 
     def open(self, address: str, *, is_bulk: bool = False) -> grpc.aio.Channel:
         """A channel to ``address``; see ``create_channel``."""
-        if self._files is not None and (content := self._files.changed()) is not None:
-            self._credentials = _channel_credentials(*content)
+        if self._files is not None and (content := self._files.current()) is not self._content:
+            self._content, self._credentials = content, _channel_credentials(content)
         options = {**_our_options(self._tls, is_bulk=is_bulk), "grpc.use_local_subchannel_pool": 1}
-        return open_channel(address, self._credentials, options)
+        channel = open_channel(address, self._credentials, options)
+        if self._content is not None:
+            with self._lock:
+                self._ends[channel] = self._content.end
+        return channel
+
+    def certificate_end(self) -> float | None:
+        """Unix time at which the first certificate ends that a channel has, or that a new one would get.
+
+        ``None``: there is no TLS. Any thread may ask.
+        """
+        if self._files is None:
+            return None
+        with self._lock:
+            ends = list(self._ends.values())
+        return min([*ends, self._files.current().end])
 
 
 def _our_options(tls: TlsConfig | None, *, is_bulk: bool) -> dict[str, int | str]:
@@ -167,69 +190,99 @@ class TlsConfig:
     server_name: str | None = None
 
 
-def server_credentials(tls: TlsConfig) -> grpc.ServerCredentials:
-    """Credentials to serve with: new connections get the files as they are then.
-
-    Changed files that can't be used, or don't fit each other, are logged, and those of before stay.
-
-    Raises:
-        ConfigError: a file can't be used; names its setting.
-    """
-    files = _TlsFiles(tls, "serving")
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Credentials to serve with: new connections get the files as they are then."""
+    served = files.current()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        """Threads of gRPC's ask before each handshake; ``None`` changes nothing."""
-        content = files.changed()
-        return None if content is None else _served(*content)
+        """Threads of gRPC's ask before each handshake, one after the other; ``None`` changes nothing."""
+        nonlocal served
+        content = files.current()
+        if content is served:
+            return None
+        served = content
+        return _served(content)
 
     return grpc.dynamic_ssl_server_credentials(
-        _served(*files.content),
+        _served(served),
         changed,  # type: ignore[arg-type]  # the stub does not know of None
-        require_client_authentication=tls.require_client_cert,
+        require_client_authentication=files.tls.require_client_cert,
     )
 
 
-def _served(key: bytes, cert: bytes, ca: bytes) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
+def _served(content: TlsContent) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(content.key, content.cert)], root_certificates=content.ca)
 
 
-class _TlsFiles:
+@dataclass(frozen=True, kw_only=True)
+class TlsContent:
+    """What the files of a ``TlsConfig`` hold.
+
+    Attributes:
+        key, cert, ca: PEM.
+        end: Unix time at which the first certificate in ``cert`` ends.
+    """
+
+    key: bytes
+    cert: bytes
+    ca: bytes
+    end: float
+
+
+class TlsFiles:
     """The files of a ``TlsConfig``, which may be replaced one after the other while they are used. Any thread may ask.
 
     Attributes:
-        content: key, certificates and authorities, as they were at the start.
+        tls: which files.
     """
 
-    def __init__(self, tls: TlsConfig, use: str) -> None:
-        """Read them; ``use`` says in the log what they are for. Raises ``ConfigError`` naming the setting."""
-        self._tls = tls
+    def __init__(self, tls: TlsConfig, use: str, *, count: Callable[[bool], None] = lambda is_used: None) -> None:
+        """Read them.
+
+        Args:
+            tls: which files.
+            use: what they are for, in the log.
+            count: is told of each change of them whether they could be used, by the thread that asks for them.
+
+        Raises:
+            ConfigError: a file can't be used; names the setting.
+        """
+        self.tls = tls
         self._use = use
+        self._count = count
         self._lock = threading.Lock()
         self._signatures = self._poll()
-        self.content = _read(tls)
+        self._content = _read(tls)
         check_pair("tls", tls.cert_file, tls.key_file, tls.ca_file)
 
-    def changed(self) -> tuple[bytes, bytes, bytes] | None:
-        """What they hold, if that has changed, can be used, and is whole. Others are logged once."""
+    def current(self) -> TlsContent:
+        """What they hold now: the same object until that changes.
+
+        Changed files that can't be used, or don't fit each other, are logged once, and those of before stay.
+        """
         with self._lock:
             signatures = self._poll()
-            if signatures == self._signatures:
-                return None
-            try:
-                content = _read(self._tls)
-                check_pair("tls", self._tls.cert_file, self._tls.key_file, self._tls.ca_file)
-            except ConfigError as error:
-                self._signatures = signatures
-                logger.warning("%s goes on with the certificates of before: %s", self._use, error)
-                return None
-            if self._poll() != signatures:
-                return None  # they are being written: what was read need not be what was checked
+            if signatures != self._signatures:
+                self._reread(signatures)
+            return self._content
+
+    def _reread(self, signatures: tuple[object, ...]) -> None:
+        try:
+            content = _read(self.tls)
+            check_pair("tls", self.tls.cert_file, self.tls.key_file, self.tls.ca_file)
+        except ConfigError as error:
             self._signatures = signatures
-            logger.info("%s with new certificates", self._use)
-            return content
+            logger.warning("%s goes on with the certificates of before: %s", self._use, error)
+            self._count(False)
+            return
+        if self._poll() != signatures:
+            return  # they are being written: what was read need not be what was checked
+        self._signatures, self._content = signatures, content
+        logger.info("%s with new certificates", self._use)
+        self._count(True)
 
     def _poll(self) -> tuple[object, ...]:
-        return tuple(file_signature(path) for path in (self._tls.key_file, self._tls.cert_file, self._tls.ca_file))
+        return tuple(file_signature(path) for path in (self.tls.key_file, self.tls.cert_file, self.tls.ca_file))
 
 
 def check_pair(setting: str, cert_file: Path, key_file: Path, ca_file: Path | None = None) -> None:
@@ -247,20 +300,33 @@ def check_pair(setting: str, cert_file: Path, key_file: Path, ca_file: Path | No
 
 def channel_credentials(tls: TlsConfig) -> grpc.ChannelCredentials:
     """Credentials to dial with. Raises ``ConfigError`` naming the setting whose file can't be used."""
-    return _channel_credentials(*_read(tls))
+    return _channel_credentials(_read(tls))
 
 
-def _channel_credentials(key: bytes, cert: bytes, ca: bytes) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
-
-
-def _read(tls: TlsConfig) -> tuple[bytes, bytes, bytes]:
-    # gRPC notices a wrong file only at the first handshake, and then only in its own log.
-    return (
-        read_pem("tls.key_file", tls.key_file, "PRIVATE KEY-----"),
-        read_pem("tls.cert_file", tls.cert_file, "-----BEGIN CERTIFICATE-----"),
-        read_pem("tls.ca_file", tls.ca_file, "-----BEGIN CERTIFICATE-----"),
+def _channel_credentials(content: TlsContent) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
+        root_certificates=content.ca, private_key=content.key, certificate_chain=content.cert
     )
+
+
+def _read(tls: TlsConfig) -> TlsContent:
+    # gRPC notices a wrong file only at the first handshake, and then only in its own log.
+    key = read_pem("tls.key_file", tls.key_file, "PRIVATE KEY-----")
+    cert, end = read_certificate("tls.cert_file", tls.cert_file)
+    return TlsContent(key=key, cert=cert, ca=read_pem("tls.ca_file", tls.ca_file, _CERTIFICATE), end=end)
+
+
+def read_certificate(setting: str, path: Path) -> tuple[bytes, float]:
+    """The PEM file of a certificate chain that ``setting`` names, and when it ends, in Unix time.
+
+    Raises:
+        ConfigError: the file can't be used; names the setting.
+    """
+    cert = read_pem(setting, path, _CERTIFICATE)
+    try:
+        return cert, certificate_end(cert)
+    except ValueError as error:
+        raise ConfigError(f"{setting}: {path} can't be read: {error}") from error
 
 
 def read_pem(setting: str, path: Path, marker: str) -> bytes:

@@ -42,6 +42,7 @@ from quartet.rpc.channels import (
     MAX_API_MESSAGE_BYTES,
     ListenAddress,
     TlsConfig,
+    TlsFiles,
     server_credentials,
 )
 from quartet.rpc.errors import abort, is_or_holds
@@ -177,6 +178,7 @@ class RpcServer:
         *,
         limits: MessageLimits | None = None,
         num_listeners: int = 1,
+        count_reload: Callable[[bool], None] = lambda is_used: None,
     ) -> None:
         """Make one.
 
@@ -187,8 +189,10 @@ class RpcServer:
             num_listeners: sockets that listen at the address, among which the kernel spreads connections by chance.
                 grpc.aio takes some five turns of the event loop to hand over one call of a listener, in order of
                 arrival: with several, calls of other connections don't wait behind a flood.
+            count_reload: is told of each change of the files of TLS whether they could be used; any thread may call it.
         """
         self._config = config
+        self._count_reload = count_reload
         self._num_listeners = num_listeners
         self._limits = limits or MessageLimits()
         self._service_names = tuple(service.name for service in services)
@@ -196,6 +200,7 @@ class RpcServer:
         self._health = HealthServicer()
         self._calls = CallCounter()
         self._listeners: list[grpc.aio.Server] = []
+        self._tls_files: TlsFiles | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     @property
@@ -203,12 +208,21 @@ class RpcServer:
         """Calls of the services that run now; a stream is one call."""
         return self._calls.num_active
 
+    def certificate_end(self) -> float | None:
+        """Unix time at which the certificate ends that new connections get. Any thread may ask.
+
+        ``None``: it does not serve by TLS, or not yet.
+        """
+        return None if self._tls_files is None else self._tls_files.current().end
+
     async def start(self) -> int:
         """Listen, and return the port.
 
         Raises:
             ConfigError: the address can't be listened on, or a TLS file can't be used.
         """
+        tls = self._config.tls
+        self._tls_files = None if tls is None else TlsFiles(tls, "serving", count=self._count_reload)
         config, interceptor = self._config, self._interceptor()
         is_shared = self._num_listeners > 1
         if is_shared:
@@ -293,8 +307,7 @@ class RpcServer:
             reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, rare)
 
     def _bind(self, server: grpc.aio.Server, address: str) -> int:
-        tls = self._config.tls
-        credentials = None if tls is None else server_credentials(tls)
+        credentials = None if self._tls_files is None else server_credentials(self._tls_files)
         try:
             if credentials is None:
                 return server.add_insecure_port(address)

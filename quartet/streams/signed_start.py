@@ -206,14 +206,22 @@ class SigningKeys:
     A changed file that can't be used is logged and changes nothing else. No message or log ever holds a secret.
     """
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        count: Callable[[bool], None] = lambda is_used: None,
+    ) -> None:
         """Read ``path``; check it for changes once a second of ``clock``, for an unknown name at most 20 times.
+
+        ``count`` is that of ``SecretFile``.
 
         Raises:
             ConfigError: the file can't be used; the message names the setting and the line, never a secret.
         """
         self._file = SecretFile(
-            path, partial(_parse_keys, path), setting=_SETTING, max_bytes=_MAX_FILE_BYTES, clock=clock
+            path, partial(_parse_keys, path), setting=_SETTING, max_bytes=_MAX_FILE_BYTES, clock=clock, count=count
         )
 
     @property

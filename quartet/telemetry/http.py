@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import selectors
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,12 +23,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from quartet.errors import ConfigError
-from quartet.telemetry.targets import TARGETS_PATH, Target, render_targets
+from quartet.telemetry.targets import TARGETS_PATH, ListTargets, is_near, render_targets
 
 logger = logging.getLogger(__name__)
 
 _CLIENT_TIMEOUT_S = 5.0
-_STOP_POLL_S = 0.05
 _STOP_TIMEOUT_S = 2.0
 
 
@@ -59,17 +59,17 @@ class TelemetryServer:
         address: str,
         registry: CollectorRegistry,
         probes: Probes,
-        targets: Callable[[], Sequence[Target]] | None = None,
+        targets: ListTargets | None = None,
     ) -> None:
         """Serve at ``address``, ``host:port``; port 0 takes a free one.
 
-        ``targets`` lists the processes for Prometheus, on a thread; ``None``: this process knows no others.
+        ``targets`` lists the processes for Prometheus; ``None``: this process knows no others.
         """
         self._address = address
         self._registry = registry
         self._probes = probes
         self._targets = targets
-        self._server: ThreadingHTTPServer | None = None
+        self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> int:
@@ -83,9 +83,7 @@ class TelemetryServer:
         except (OSError, OverflowError, ValueError) as error:
             raise ConfigError(f"http_address: cannot listen on {self._address}: {error}") from error
         self._server = server
-        self._thread = threading.Thread(
-            target=server.serve_forever, args=(_STOP_POLL_S,), name="telemetry-http", daemon=True
-        )
+        self._thread = threading.Thread(target=server.serve, name="telemetry-http", daemon=True)
         self._thread.start()
         return int(server.server_address[1])
 
@@ -95,9 +93,8 @@ class TelemetryServer:
         if server is not None:
             await asyncio.to_thread(self._stop, server)
 
-    def _stop(self, server: ThreadingHTTPServer) -> None:
-        server.shutdown()
-        server.server_close()
+    def _stop(self, server: _Server) -> None:
+        server.stop()
         if self._thread is not None:
             self._thread.join(_STOP_TIMEOUT_S)
 
@@ -128,7 +125,26 @@ class Exposition:
 
 
 class _Server(ThreadingHTTPServer):
+    """Sleeps until a client comes: ``serve_forever`` wakes up to look whether it is to end, in every idle process."""
+
     daemon_threads = True  # a slow client doesn't hold up the end of the process
+    timeout = 0  # of `handle_request`: a client that came may have gone again
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(address, handler)
+        self._stop_reader, self._stop_writer = socket.socketpair()
+
+    def serve(self) -> None:
+        """Serve until ``stop``, and close everything."""
+        with self, self._stop_reader, selectors.DefaultSelector() as selector:
+            selector.register(self, selectors.EVENT_READ)
+            selector.register(self._stop_reader, selectors.EVENT_READ)
+            while not any(key.fileobj is self._stop_reader for key, _ in selector.select()):
+                self.handle_request()
+
+    def stop(self) -> None:
+        """End ``serve``. Any thread may call it."""
+        self._stop_writer.close()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that goes away is no error; anything else is ours."""
@@ -148,7 +164,7 @@ def _server_class(host: str) -> type[_Server]:
 
 
 def _handler_class(
-    registry: CollectorRegistry, probes: Probes, targets: Callable[[], Sequence[Target]] | None
+    registry: CollectorRegistry, probes: Probes, targets: ListTargets | None
 ) -> type[BaseHTTPRequestHandler]:
     # http.server makes handlers itself, so what they need comes by closure.
     exposition = Exposition(registry)
@@ -165,7 +181,8 @@ def _handler_class(
                 case "/readyz":
                     self._answer_probe(probes.is_ready())
                 case path if path == TARGETS_PATH and targets is not None:
-                    self._answer(HTTPStatus.OK, render_targets(targets()), "application/json")
+                    found = targets(is_near(self.client_address[0], self.connection.getsockname()[0]))
+                    self._answer(HTTPStatus.OK, render_targets(found), "application/json")
                 case _:
                     self._answer(HTTPStatus.NOT_FOUND, b"/metrics, /livez, /readyz\n")
 

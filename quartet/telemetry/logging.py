@@ -68,7 +68,7 @@ class FinishedRequest:
         outcome: its finish reasons, or its error's reason, in lower case.
         model: the pool that served it.
         trace_id, span_id: of its W3C trace context, if it has one.
-        path: how its client gets the tokens, where that is not by the call itself.
+        path: at routers: how its client gets the tokens; ``generate``: by the call itself, also by HTTP.
         client_request_id: the client's own name for it.
         encode_worker: the worker that encoded its media; left out where the worker that computed the prompt did.
         prefill_worker: the worker that computed the prompt last; left out where that was the decode worker.

@@ -111,6 +111,78 @@ class ProcessMetrics:
             self._longest_stall.set(stall_s)
 
 
+class CertificateUse(StrEnum):
+    """What a process shows a certificate for."""
+
+    GRPC = "grpc"  # to those who call it
+    HTTP = "http"  # the same, over HTTP
+    DIAL = "dial"  # to processes of Quartet that it calls
+    ETCD = "etcd"  # to etcd
+
+
+class CertificateMetrics:
+    """When the certificates end that a process uses; nothing where it uses none."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._ends: list[tuple[CertificateUse, Callable[[], float | None]]] = []
+        registry.register(_ReadCollector(self._read))
+
+    def watch(self, use: CertificateUse, end: Callable[[], float | None]) -> None:
+        """Show at each scrape the Unix time that ``end`` gives, of several the first; ``None``: no certificate.
+
+        It is called on the scrape's thread.
+        """
+        self._ends.append((use, end))
+
+    def _read(self) -> Iterator[Metric]:
+        first: dict[CertificateUse, float] = {}
+        for use, read in tuple(self._ends):
+            if (end := read()) is not None:
+                first[use] = min(end, first.get(use, end))
+        if first:
+            name, text = (
+                "quartet_process_certificate_end_timestamp_seconds",
+                "Unix time at which a certificate in use ends.",
+            )
+            family = GaugeMetricFamily(name, text, labels=["use"])
+            for use, end in first.items():
+                family.add_metric([use], end)
+            yield family
+
+
+class ReloadedFile(StrEnum):
+    """What a process reads again when it has changed."""
+
+    CONFIG = "config"
+    KEYS = "keys"  # of HTTP
+    SIGNING_KEYS = "signing_keys"
+    GRPC_CERTIFICATE = "grpc_certificate"  # of those who call it, and of processes that it calls: they are the same
+    HTTP_CERTIFICATE = "http_certificate"
+
+
+class ReloadMetrics:
+    """What became of changed files."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        # Not ``FastCounter``: threads of gRPC and of scrapes count, too.
+        self._used, self._failed = (
+            Counter(name, text, ["file"], registry=registry)
+            for name, text in (
+                ("quartet_process_reloads", "Changed files that are in use now."),
+                ("quartet_process_failed_reloads", "Changed files that could not be used: what was before stays."),
+            )
+        )
+
+    def counter(self, file: ReloadedFile) -> Callable[[bool], None]:
+        """Counts each change of ``file`` by whether it could be used. Any thread may call it; scrapes show 0 before."""
+        used, failed = self._used.labels(file), self._failed.labels(file)
+
+        def count(is_used: bool) -> None:
+            (used if is_used else failed).inc()
+
+        return count
+
+
 async def monitor_event_loop_lag(metrics: ProcessMetrics, interval_s: float = _LAG_INTERVAL_S) -> None:
     """Measure every ``interval_s`` seconds how late the running event loop is, until cancelled.
 
@@ -263,9 +335,6 @@ def _read_dropped_lines() -> Iterator[Metric]:
     yield CounterMetricFamily("quartet_process_dropped_log_lines", text, value=num_dropped_lines())
 
 
-_RELOADED = ("config", "keys", "http_certificate")
-
-
 def known_outcomes() -> frozenset[str]:
     """Each way in which a choice can end.
 
@@ -338,13 +407,6 @@ class RouterMetrics:
             "limit",
             registry,
             known=("requests_per_minute", "tokens_per_minute"),
-        )
-        self._reloads, self._failed_reloads = (
-            FastCounter(name, text, "file", registry, known=_RELOADED)
-            for name, text in (
-                ("quartet_router_reloads", "Changed files that are in use now."),
-                ("quartet_router_failed_reloads", "Changed files that could not be used: what was before stays."),
-            )
         )
         reuse = FastCounter(
             "quartet_router_reuse_tokens",
@@ -450,6 +512,21 @@ class RouterMetrics:
 
         self._registry.register(_ReadCollector(collect))
 
+    def watch_missing_roles(self, read: Callable[[], Mapping[tuple[str, str], bool]]) -> None:
+        """Show at each scrape by model and role whether no worker is ready that must be; an empty model: of any model.
+
+        ``read`` is called on the scrape's thread and may not block.
+        """
+
+        def collect() -> Iterator[Metric]:
+            text = "1: the model has no ready worker of a role that the router requires."
+            family = GaugeMetricFamily("quartet_router_missing_roles", text, labels=["model", "role"])
+            for labels, is_missing in read().items():
+                family.add_metric(labels, is_missing)
+            yield family
+
+        self._registry.register(_ReadCollector(collect))
+
     def watch_index(
         self, num_live: Callable[[], int], num_blocks: Callable[[], int], num_predicted_blocks: Callable[[], int]
     ) -> None:
@@ -469,10 +546,6 @@ class RouterMetrics:
     def running_adapters(self) -> Collection[str]:
         """Those that choices with a place need. Any thread may ask."""
         return tuple(self._running_adapters)
-
-    def count_reload(self, file: str, is_used: bool) -> None:
-        """A changed file is in use now, or could not be used: ``config``, ``keys`` or ``http_certificate``."""
-        (self._reloads if is_used else self._failed_reloads).labels(file).inc()
 
     def watch_usage(self, num_lost: Callable[[], int]) -> None:
         """Show at each scrape how many usage records are lost; it is called on the scrape's thread, too."""

@@ -83,7 +83,7 @@ class OtlpSink:
                 parent=parent,
                 resource=self._resource,
                 attributes=span.attributes,
-                events=[Event(name, timestamp=unix_ns) for name, unix_ns in span.events],
+                events=[Event(name, noted, unix_ns) for name, unix_ns, noted in span.events],
                 kind=SpanKind.SERVER if span.is_server else SpanKind.INTERNAL,
                 status=Status(StatusCode.ERROR, span.error) if span.error else _FINE,
                 start_time=span.begin_unix_ns,

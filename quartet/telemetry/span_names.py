@@ -45,4 +45,4 @@ TRANSFER_BYTES = "quartet.transfer_bytes"
 TRANSFER_WAY = "quartet.transfer_way"
 
 #: Events of spans.
-FIRST_TOKEN = "first token"
+FIRST_TOKEN, END = "first token", "end"

@@ -5,10 +5,12 @@ https://prometheus.io/docs/prometheus/latest/http_sd/: a JSON list of groups, ea
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,15 @@ class Target:
     worker_id: str
     namespace: str
     model: str = ""
+
+
+#: The processes, for one who asks; called on a thread. Its argument says whether who asks is on this host.
+ListTargets: TypeAlias = Callable[[bool], Sequence[Target]]
+
+
+def is_near(peer: str, own: str) -> bool:
+    """Whether a connection comes from this host; by the IP addresses of its two ends."""
+    return peer == own or ipaddress.ip_address(peer.partition("%")[0]).is_loopback
 
 
 def render_targets(targets: Sequence[Target]) -> bytes:

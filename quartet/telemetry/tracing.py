@@ -26,15 +26,20 @@ _MAX_TRACEPARENT_LENGTH = 256
 
 _SAMPLED = 1
 
-_NO_ATTRIBUTES: Mapping[str, Attribute] = {}
+NO_ATTRIBUTES: Mapping[str, Attribute] = {}
 
 #: Where spans go unless settings or variables say otherwise.
 DEFAULT_ENDPOINT = "http://localhost:4317"
 
 _ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_INSECURE_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_INSECURE", "OTEL_EXPORTER_OTLP_INSECURE")
+# What an endpoint variable may hold in place of a URL.
+_HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d+)?")
 
 # The variables that say by themselves whether a process traces.
 _ON_VARIABLE, _OFF_VARIABLE = "OTEL_EXPORT_ENABLED", "OTEL_SDK_DISABLED"
+_EXPORTER_VARIABLE = "OTEL_TRACES_EXPORTER"
+_OTLP_EXPORTERS = frozenset({"", "otlp", "otlp_proto_grpc"})
 _PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _YES = frozenset({"1", "true"})
 
@@ -44,7 +49,8 @@ class TracingConfig:
     """Whether and where a process sends spans. The standard variables ``OTEL_*`` say the rest, such as the sampler.
 
     Attributes:
-        enabled: also by ``OTEL_EXPORT_ENABLED=1``; ``OTEL_SDK_DISABLED=true`` is stronger than both.
+        enabled: also by ``OTEL_EXPORT_ENABLED=1``; ``OTEL_SDK_DISABLED=true`` and
+            ``OTEL_TRACES_EXPORTER=none`` are stronger than both.
         endpoint: ``http://host:port`` of a collector that takes OTLP over gRPC, ``https`` with TLS; empty: that of
             ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` or ``OTEL_EXPORTER_OTLP_ENDPOINT``, else ``http://localhost:4317``.
         service_name: empty: that of ``OTEL_SERVICE_NAME``, else ``quartet-`` and the role.
@@ -60,13 +66,18 @@ class TracingConfig:
             raise ConfigError(f"endpoint: must begin with http:// or https://, not {self.endpoint!r}")
 
     def with_variables(self, variables: Mapping[str, str]) -> TracingConfig:
-        """The same, with what an environment adds: whether it is enabled, and a URL where no endpoint is set."""
+        """The same, with what an environment adds: whether it is enabled, and a URL where no endpoint is set.
+
+        Raises:
+            ConfigError: it is on, and a variable names an endpoint or an exporter that can't be used.
+        """
         is_on = self.enabled or variables.get(_ON_VARIABLE, "").lower() in _YES
-        if not is_on or variables.get(_OFF_VARIABLE, "").strip().lower() == "true":
+        exporter = variables.get(_EXPORTER_VARIABLE, "").strip().lower()
+        if not is_on or variables.get(_OFF_VARIABLE, "").strip().lower() == "true" or exporter == "none":
             return replace(self, enabled=False)
-        named = next(filter(None, map(variables.get, _ENDPOINT_VARIABLES)), "")
-        # What is no URL only the exporter understands, which reads the variables too.
-        return replace(self, enabled=True, endpoint=self.endpoint or (named if _is_url(named) else ""))
+        if exporter not in _OTLP_EXPORTERS:
+            raise ConfigError(f"{_EXPORTER_VARIABLE}: spans are sent by otlp or by none, not by {exporter!r}")
+        return replace(self, enabled=True, endpoint=self.endpoint or _named_endpoint(variables))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,7 +88,7 @@ class Span:
         parent_id: 0: it is the root of its trace.
         has_remote_parent: another process makes the parent.
         begin_unix_ns, end_unix_ns: end is not before begin.
-        events: name and time, in nanoseconds of the Unix clock.
+        events: name, time in nanoseconds of the Unix clock, and attributes.
         error: why it failed, for people; empty: it did not.
         is_server: it is the work that a caller outside asked for.
     """
@@ -89,7 +100,7 @@ class Span:
     begin_unix_ns: int
     end_unix_ns: int
     attributes: Mapping[str, Attribute]
-    events: Sequence[tuple[str, int]] = ()
+    events: Sequence[tuple[str, int, Mapping[str, Attribute]]] = ()
     error: str = ""
     has_remote_parent: bool = False
     is_server: bool = False
@@ -218,7 +229,7 @@ class Trace:
         name: str,
         begin: float,
         end: float,
-        attributes: Mapping[str, Attribute] = _NO_ATTRIBUTES,
+        attributes: Mapping[str, Attribute] = NO_ATTRIBUTES,
         *,
         span_id: int = 0,
         parent_id: int = 0,
@@ -261,13 +272,13 @@ class Trace:
         end: float,
         attributes: Mapping[str, Attribute],
         *,
-        events: Sequence[tuple[str, float]] = (),
+        events: Sequence[tuple[str, float, Mapping[str, Attribute]]] = (),
         error: BaseException | None = None,
         is_server: bool = False,
     ) -> None:
         """Make its own span, which ended with ``error``, and give all out; called once.
 
-        ``events`` are names and monotonic times.
+        ``events`` are names, monotonic times and attributes.
         """
         kind, text = _failure(error)
         for span in self._spans:
@@ -282,7 +293,7 @@ class Trace:
                 begin_unix_ns=self.to_unix_ns(begin),
                 end_unix_ns=self.to_unix_ns(end),
                 attributes={**attributes, span_names.ERROR_TYPE: kind} if kind else attributes,
-                events=[(event, self.to_unix_ns(at)) for event, at in events],
+                events=[(event, self.to_unix_ns(at), noted) for event, at, noted in events],
                 error=text,
                 has_remote_parent=self._parent_id != 0,
                 is_server=is_server,
@@ -316,7 +327,8 @@ def open_tracer(
         instance: the id of the worker or router.
 
     Raises:
-        ConfigError: it is on, and the packages that it takes are not installed, or another protocol is asked for.
+        ConfigError: it is on, and the packages that it takes are not installed, or the variables ask for
+            another protocol, exporter or kind of endpoint.
     """
     config = config.with_variables(variables)
     if not config.enabled:
@@ -347,6 +359,21 @@ def _failure(error: BaseException | None) -> tuple[str, str]:
         return "internal", type(error).__name__
     kind = error.reason.lower()
     return kind, cut(error.message or kind, MAX_FIELD_LENGTH)
+
+
+def _named_endpoint(variables: Mapping[str, str]) -> str:
+    """The URL of the collector that ``variables`` name; empty: none.
+
+    A host without a scheme means TLS unless a variable says otherwise, as for the exporter. Raises ``ConfigError``.
+    """
+    name = next(filter(variables.get, _ENDPOINT_VARIABLES), "")
+    endpoint = variables.get(name, "")
+    if not endpoint or _is_url(endpoint):
+        return endpoint
+    if not _HOST_AND_PORT.fullmatch(endpoint):
+        raise ConfigError(f"{name}: must begin with http:// or https://, or be HOST:PORT, not {endpoint!r}")
+    is_insecure = next(filter(None, map(variables.get, _INSECURE_VARIABLES)), "").lower() == "true"
+    return f"{'http' if is_insecure else 'https'}://{endpoint}"
 
 
 def _is_url(text: str) -> bool:

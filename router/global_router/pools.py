@@ -18,7 +18,7 @@ from quartet.errors import ModelUnavailableError, ServingError, WorkerUnavailabl
 from quartet.rpc.channels import Dialer
 from quartet.streams.worker_client import WorkerClient
 from quartet.supervision import report_failure
-from quartet.telemetry.metrics import PoolMetrics
+from quartet.telemetry.metrics import CertificateMetrics, CertificateUse, PoolMetrics
 from router.fleet import FetchedTexts, Fleet
 from router.global_router.config import GlobalRouterConfig, PoolGroup
 from router.global_router.grid import PoolChoice, PoolState, choose
@@ -197,6 +197,12 @@ class Pools:
             *self._registries,
             *(link for pool in self._pools.values() for link in pool.links),
         }
+
+    def watch_certificates(self, certificates: CertificateMetrics) -> None:
+        """Have those shown with which routers and discovery are dialled."""
+        certificates.watch(CertificateUse.DIAL, self._dialer.certificate_end)
+        for registry in self._registries.values():
+            certificates.watch(CertificateUse.ETCD, registry.certificate_end)
 
     @property
     def retries_refused(self) -> bool:

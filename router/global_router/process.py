@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 from quartet.discovery.create import create_registry
 from quartet.supervision import Supervisor
-from quartet.telemetry.metrics import PoolMetrics
+from quartet.telemetry.metrics import CertificateUse, PoolMetrics
 from router.context import RouterContext
 from router.fleet import Fleet
 from router.generate import Pipeline
@@ -42,6 +42,7 @@ class GlobalRouterProcess(RouterProcess):
 
     def _fleet(self, table: WorkerTable, _kv: KvJoins) -> Fleet:
         pools = self._pools = Pools(self._global, table, self._pool_metrics)
+        pools.watch_certificates(self._certificates)
         # It has no workers of its own: its requests go to pools, and their routers know the workers.
         return Fleet(
             table,
@@ -71,6 +72,7 @@ class GlobalRouterProcess(RouterProcess):
     ) -> None:
         if self._global.discovery is not None:  # clients find it in its own namespace, and no pool takes it for its own
             registry = create_registry(self._global.discovery_of(self._config.server.namespace))
+            self._certificates.watch(CertificateUse.ETCD, registry.certificate_end)
             stack.push_async_callback(registry.close)
             tasks.start("registration", peering.announce(registry, **ports))
         pools = self._known_pools

@@ -13,7 +13,7 @@ from pathlib import Path
 from quartet.api.openai.requests import ApiKey
 from quartet.api.request import MAX_NAME_LENGTH
 from quartet.errors import ConfigError, UnauthenticatedError
-from quartet.rpc.channels import check_pair, read_pem
+from quartet.rpc.channels import check_pair, read_certificate, read_pem
 from quartet.rpc.secret_file import SecretFile, file_signature
 from router.http.config import HttpTlsConfig
 
@@ -87,7 +87,8 @@ class Certificates:
         self._config = config
         self._count = count
         self._signatures = self._poll()
-        _check(config)
+        #: Unix time at which the certificate ends that new handshakes use.
+        self.end = _check(config)
         #: New handshakes use what was loaded last.
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -100,11 +101,12 @@ class Certificates:
         if signatures == self._signatures:
             return
         try:
-            _check(self._config)
+            end = _check(self._config)
             if self._poll() != signatures:
                 return  # they are being written: what is loaded must be what was checked
             self._signatures = signatures
             self.context.load_cert_chain(self._config.cert_file, self._config.key_file)
+            self.end = end
         except (ConfigError, OSError) as error:
             self._signatures = signatures
             logger.warning("HTTP goes on with the certificate of before: %s", error)
@@ -117,11 +119,12 @@ class Certificates:
         return file_signature(self._config.cert_file), file_signature(self._config.key_file)
 
 
-def _check(config: HttpTlsConfig) -> None:
-    """Raises ``ConfigError``: a file can't be used, or they don't belong together."""
+def _check(config: HttpTlsConfig) -> float:
+    """When the certificate ends. Raises ``ConfigError``: a file can't be used, or they don't belong together."""
     read_pem("http.tls.key_file", config.key_file, "PRIVATE KEY-----")
-    read_pem("http.tls.cert_file", config.cert_file, "-----BEGIN CERTIFICATE-----")
+    _, end = read_certificate("http.tls.cert_file", config.cert_file)
     check_pair("http.tls", config.cert_file, config.key_file)
+    return end
 
 
 def _parse_keys(lines: Iterator[tuple[str, str]]) -> dict[bytes, ApiKey]:

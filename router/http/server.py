@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -23,7 +23,8 @@ from quartet.errors import ConfigError, DrainingError, QueueFullError, RateLimit
 from quartet.rpc.refusal_pace import RefusalPace
 from quartet.rpc.server import raise_file_limit
 from quartet.telemetry.http import Exposition
-from quartet.telemetry.targets import TARGETS_PATH, Target, render_targets
+from quartet.telemetry.metrics import ReloadedFile, ReloadMetrics
+from quartet.telemetry.targets import TARGETS_PATH, ListTargets, is_near, render_targets
 from quartet.telemetry.tracing import valid_traceparent
 from router.client_address import client_address
 from router.generate import Pipeline
@@ -75,7 +76,8 @@ class HttpServer:
         namespace: str,
         stall_timeout_s: float,
         is_ready: Callable[[], bool],
-        targets: Callable[[], Sequence[Target]] = lambda: (),
+        targets: ListTargets = lambda _is_near: (),
+        reloads: ReloadMetrics | None = None,
     ) -> None:
         """Open no port before ``start``.
 
@@ -86,7 +88,8 @@ class HttpServer:
             namespace: the deployment, for /health.
             stall_timeout_s: a client that takes nothing for this long loses its connection.
             is_ready: whether the router is ready, for /health.
-            targets: the processes that Prometheus is told of; called on a thread.
+            targets: the processes that Prometheus is told of.
+            reloads: counts changes of files; ``None``: its own, which nothing shows.
 
         Raises:
             ConfigError: a file that the configuration names can't be used.
@@ -97,11 +100,12 @@ class HttpServer:
         self._namespace = namespace
         self._is_ready = is_ready
         self._targets = targets
-        count = self._context.metrics.count_reload
-        self._keys = None if config.keys_file is None else ApiKeys(config.keys_file, count=partial(count, "keys"))
-        self._certificates = (
-            None if config.tls is None else Certificates(config.tls, count=partial(count, "http_certificate"))
-        )
+        counter = (reloads or ReloadMetrics(CollectorRegistry())).counter
+        self._keys = self._certificates = None
+        if config.keys_file is not None:
+            self._keys = ApiKeys(config.keys_file, count=counter(ReloadedFile.KEYS))
+        if config.tls is not None:
+            self._certificates = Certificates(config.tls, count=counter(ReloadedFile.HTTP_CERTIFICATE))
         self._connections = Connections(config, stall_timeout_s=stall_timeout_s)
         self._bodies = Bodies(config, self._context.intake.enter)
         # Bodies are read and parsed piece by piece, so refusals may take more of the event loop than by gRPC.
@@ -164,6 +168,10 @@ class HttpServer:
             where = f"{config.host}:{config.port}"
             raise ConfigError(f"http.port: cannot listen on {where}: {error.strerror or error}") from error
         return int(self._listener.sockets[0].getsockname()[1])
+
+    def certificate_end(self) -> float | None:
+        """Unix time at which the certificate ends that new connections get; ``None``: there is no TLS."""
+        return None if self._certificates is None else self._certificates.end
 
     async def tend(self) -> None:
         """Look after connections and certificates until cancelled."""
@@ -342,9 +350,12 @@ class HttpServer:
         body, content_type = await asyncio.to_thread(self._exposition.get, request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": content_type})
 
-    async def _list_targets(self, _request: web.BaseRequest, caller: Caller) -> web.Response:
+    async def _list_targets(self, request: web.BaseRequest, caller: Caller) -> web.Response:
         self._check_operator(caller, f"{TARGETS_PATH} tells of the fleet")
-        return _json(await asyncio.to_thread(lambda: render_targets(self._targets())))
+        transport = request.transport  # None: the client has gone
+        ends = () if transport is None else [transport.get_extra_info(name)[0] for name in ("peername", "sockname")]
+        asks_near = bool(ends) and is_near(*ends)
+        return _json(await asyncio.to_thread(lambda: render_targets(self._targets(asks_near))))
 
     def _check_operator(self, caller: Caller, why: str) -> None:
         if not self._is_operator(caller):

@@ -16,10 +16,14 @@ from quartet.rpc.channels import ListenAddress
 from quartet.streams.signed_start import SigningKeys
 from services.topology.certificates import LOOPBACK_NAMES, KeptAuthority, kind_of
 from services.topology.hosts import SecretFiles, bare
-from services.topology.launch import draw_api_key, draw_events_key, draw_signing_key
+from services.topology.launch import draw_api_keys, draw_events_key, draw_signing_key
 from services.topology.topology import Topology, plan_routers, plan_workers
 
 _PASSWORD_BYTES = 24
+
+# What people and programs are that call from outside. Each has a certificate, and an API key of a tenant of that name,
+# which is also its tenant by gRPC.
+_PEOPLE = (IdentityKind.OPERATOR, IdentityKind.CLIENT)
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class SecretsFolder:
 
     Attributes:
         path: it holds ``hosts/NAME`` for each host, and for others ``etcd``, with what etcd serves with, ``operator``
-            and ``client``, and ``authority``, which no host gets.
+            and ``client``, with the certificate and the API key of those and, where etcd has a user, with what they
+            look for routers by, and ``authority``, which no host gets.
     """
 
     path: Path
@@ -41,6 +46,11 @@ class SecretsFolder:
     def authority(self) -> Path:
         """What certificates are made with, and one copy of each key that hosts share."""
         return self.path / "authority"
+
+    @property
+    def reader_password(self) -> Path:
+        """The password of a user of etcd that may read routers' records, and nothing else."""
+        return self.authority / "etcd" / "reader_password"
 
 
 def provide_secrets(topology: Topology, folder: SecretsFolder, *, valid: timedelta) -> list[str]:
@@ -79,8 +89,10 @@ def _certificates(topology: Topology, folder: SecretsFolder, valid: timedelta) -
             uri = f"quartet://{namespace}/{kind_of(plan.role)}/{plan.name}"
             yield from grpc.provide(folder.host(name).folder, plan.name, uris=[uri], hosts=hosts)
         yield from etcd.provide(folder.host(name).folder / "etcd", "client")
-    for kind in (IdentityKind.OPERATOR, IdentityKind.CLIENT):
+    for kind in _PEOPLE:
         yield from grpc.provide(folder.path / kind, kind, uris=[f"quartet://{namespace}/{kind}/{kind}"])
+        if topology.discovery.etcd.user:  # without users a certificate alone would let them write
+            yield from etcd.provide(folder.path / kind / "etcd", "client")
     yield from etcd.provide(folder.path / "etcd", "etcd", hosts=_etcd_hosts(topology))
 
 
@@ -95,27 +107,52 @@ def _keys(topology: Topology, folder: SecretsFolder) -> Iterator[Path]:
     for path, draw in (
         (own.events_key, draw_events_key),
         (own.signing_keys, draw_signing_key),
-        (own.http_keys, draw_api_key),
+        (own.http_keys, lambda directory: draw_api_keys(directory, *_PEOPLE)),
     ):
         if _is_unwritten(path):
             path.unlink(missing_ok=True)
             yield draw(path.parent)
     read_events_key(own.events_key)
     SigningKeys(own.signing_keys)
-    if _is_unwritten(own.etcd_password):
-        password = secrets.token_urlsafe(_PASSWORD_BYTES)
-        yield write_whole_file(own.etcd_password, f"{password}\n".encode())
+    for path in (own.etcd_password, folder.reader_password):
+        if _is_unwritten(path):
+            yield write_whole_file(path, f"{secrets.token_urlsafe(_PASSWORD_BYTES)}\n".encode())
+    if topology.router.http_port:
+        yield from _keys_of_people(folder)
+    for copy, original in _copies(topology, folder):
+        content = original.read_bytes()
+        if not copy.is_file() or copy.read_bytes() != content:
+            yield write_whole_file(copy, content)
+
+
+def _copies(topology: Topology, folder: SecretsFolder) -> Iterator[tuple[Path, Path]]:
+    """Each copy of a secret, and the original that it must equal."""
+    own = SecretFiles(folder.authority)
     for name in topology.hosts:
         its = folder.host(name)
-        copies = {its.events_key: own.events_key, its.signing_keys: own.signing_keys}
+        yield its.events_key, own.events_key
+        yield its.signing_keys, own.signing_keys
         if topology.discovery.etcd.user:
-            copies[its.etcd_password] = own.etcd_password
+            yield its.etcd_password, own.etcd_password
         if topology.router.http_port and name in topology.router.hosts:
-            copies[its.http_keys] = own.http_keys
-        for copy, original in copies.items():
-            content = original.read_bytes()
-            if not copy.is_file() or copy.read_bytes() != content:
-                yield write_whole_file(copy, content)
+            yield its.http_keys, own.http_keys
+    if topology.discovery.etcd.user:
+        for kind in _PEOPLE:
+            yield SecretFiles(folder.path / kind).etcd_password, folder.reader_password
+
+
+def _keys_of_people(folder: SecretsFolder) -> Iterator[Path]:
+    """Each one's own API key in its folder: the first of its tenant in ``authority`` that stands there in the clear."""
+    lines = [line.split() for line in SecretFiles(folder.authority).http_keys.read_text().splitlines()]
+    for kind in _PEOPLE:
+        copy = folder.path / kind / "http_key"
+        keys = [
+            words[1] for words in lines if len(words) > 1 and words[0] == kind and not words[1].startswith("sha256:")
+        ]
+        if not keys:
+            copy.unlink(missing_ok=True)
+        elif not copy.is_file() or copy.read_text() != f"{keys[0]}\n":
+            yield write_whole_file(copy, f"{keys[0]}\n".encode())
 
 
 def _is_unwritten(path: Path) -> bool:

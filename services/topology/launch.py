@@ -243,7 +243,7 @@ class LocalTopology:
             events_key_file = draw_events_key(self._environment.run_dir)
             plans = [with_certificates(plan, self.certificates.processes[plan.name], events_key_file) for plan in plans]
             if self._topology.router.http_port:
-                self.http_keys_file = draw_api_key(self._environment.run_dir)
+                self.http_keys_file = draw_api_keys(self._environment.run_dir, LOCAL_TENANT)
                 router_tls = self.certificates.processes[ROUTER]
                 plans[-1] = with_http_identity(plans[-1], router_tls, self.http_keys_file)
         if self._log_files is not None:
@@ -337,7 +337,7 @@ class LocalTopology:
             etcd = _at(etcd, self._environment.etcd_endpoints)
         where = ", ".join(etcd.endpoints)
         if self._topology.hosts:
-            if fault := await _etcd_fault(etcd):
+            if fault := await etcd_fault(etcd):
                 raise ConfigError(f"discovery.etcd: the etcd at {where}, by which hosts find each other: {fault}")
             self._observer.progress(f"using the etcd at {where}")
             self._topology = replace(self._topology, discovery=replace(self._topology.discovery, etcd=etcd))
@@ -504,9 +504,10 @@ def draw_events_key(directory: Path) -> Path:
     return write_secret_file(directory / "events_key", f"{secrets.token_hex(_SECRET_BYTES)}\n".encode())
 
 
-def draw_api_key(directory: Path) -> Path:
-    """Write a new API key of the tenant ``local`` (``router.http.keys``) as ``draw_signing_key`` does."""
-    return write_secret_file(directory / "http_keys", f"{LOCAL_TENANT} {secrets.token_hex(_SECRET_BYTES)}\n".encode())
+def draw_api_keys(directory: Path, *tenants: str) -> Path:
+    """Write a new API key for each of ``tenants`` (``router.http.keys``) as ``draw_signing_key`` does."""
+    lines = [f"{tenant} {secrets.token_hex(_SECRET_BYTES)}\n" for tenant in tenants]
+    return write_secret_file(directory / "http_keys", "".join(lines).encode())
 
 
 async def while_running(children: Iterable[Child], work: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -554,7 +555,19 @@ def find_grpcurl() -> Path | None:
 
 async def etcd_answers(config: EtcdConfig) -> bool:
     """Whether one of its endpoints answers a read. Takes at most its request timeout for each endpoint."""
-    return not await _etcd_fault(config)
+    return not await etcd_fault(config)
+
+
+async def etcd_fault(config: EtcdConfig) -> str:
+    """Why none of its endpoints answers a read; empty: one does."""
+    registry = create_registry(DiscoveryConfig(etcd=config))
+    try:
+        await registry.routers()  # which is all that some users of etcd may read
+    except DiscoveryError as error:
+        return str(error)
+    finally:
+        await registry.close()
+    return ""
 
 
 def own_etcd(config: EtcdConfig, tls: EtcdTls | None = None) -> EtcdConfig:
@@ -579,7 +592,7 @@ def etcd_command(
         "listen-peer-urls": peer,
         "initial-advertise-peer-urls": peer,
         "initial-cluster": f"quartet={peer}",
-        "heartbeat-interval": "50",  # ms; together with the next line a lone member leads after half a second
+        "heartbeat-interval": "100",  # ms; together with the next line a lone member leads after half a second
         "election-timeout": "500",
         "logger": "zap",
         # etcd logs errors with stack traces even at a healthy start and end; what kills it has the level fatal.
@@ -618,18 +631,6 @@ def free_port() -> int:
                 continue
             return port
     raise OSError(f"no free port in {_NUM_PORTS_TRIED} tries")
-
-
-async def _etcd_fault(config: EtcdConfig) -> str:
-    """Why none of its endpoints answers a read; empty: one does."""
-    registry = create_registry(DiscoveryConfig(etcd=config))
-    try:
-        await registry.workers()
-    except DiscoveryError as error:
-        return str(error)
-    finally:
-        await registry.close()
-    return ""
 
 
 def _id_of(worker: ProcessPlan) -> str:

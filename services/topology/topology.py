@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from quartet.config import PathText, build, escape_path, expand_path, load_yaml
+from quartet.config import PathText, build, escape_path, expand_path, load_yaml, type_hints
 from quartet.discovery.base import Role
 from quartet.discovery.checks import check_name
 from quartet.discovery.create import DiscoveryConfig, DiscoveryKind
@@ -21,6 +21,7 @@ from quartet.engine.settings import EngineKind, EngineSettings, Modality, refuse
 from quartet.engine.trtllm.arguments import PERF_METRICS, TRACES_ENDPOINT, LlmArguments, Use, llm_arguments
 from quartet.engine.trtllm.environment import num_ranks_of
 from quartet.errors import ConfigError
+from quartet.rpc.audience import IdentityKind
 from quartet.rpc.channels import TlsConfig
 from quartet.rpc.server import ServerConfig
 from quartet.telemetry.tracing import TracingConfig
@@ -262,10 +263,19 @@ class Topology:
         if self.trtllm_start_interval_s < 0:
             raise ConfigError("trtllm_start_interval_s: must not be negative")
         self._check_gpus()
+        self._check_http_port()
         self._check_pools()
         self._check_hosts()
         if self.tls or self.secrets is not None:
             self._check_certificates()
+
+    def _check_http_port(self) -> None:
+        """Refuse a port of HTTP beside ``router.http_port``: ``quartet up`` would print that one."""
+        where, overrides = "router.overrides", self.router.overrides
+        if self.global_router is not None:
+            where, overrides = "global_router.router", found(self.global_router, "router")
+        if found(overrides, "http").get("port") is not None:
+            raise ConfigError(f"{where}.http.port: in a topology the port of HTTP is router.http_port; set that")
 
     def _check_pools(self) -> None:
         for number, group in enumerate(self.workers):
@@ -774,14 +784,14 @@ def with_certificates(plan: ProcessPlan, tls: TlsConfig, events_key_file: Path) 
 
 def with_http_identity(plan: ProcessPlan, tls: TlsConfig, keys_file: Path) -> ProcessPlan:
     """The router's ``plan`` with HTTP behind its certificate and API keys, where it does not say otherwise."""
-    http = _http_identity(tls, keys_file)
+    http = _http_identity(tls, keys_file, LOCAL_TENANT)
     return replace(plan, settings=merge(_in_section(plan, {"http": http}), plan.settings))
 
 
 def to_settings(value: object) -> Any:
     """A configuration in the form that YAML holds and ``quartet.config.build`` reads."""
     if is_dataclass(value):
-        hints = get_type_hints(type(value), include_extras=True)
+        hints = type_hints(type(value))
         settings = {item.name: to_settings(getattr(value, item.name)) for item in fields(value)}
         return {name: escape_path(item) if hints[name] == PathText else item for name, item in settings.items()}
     if isinstance(value, Mapping):
@@ -827,13 +837,13 @@ def _http_base(topology: Topology) -> dict[str, object]:
     if topology.host:
         base["host"] = topology.hosts[topology.host].listens_on
     if (secrets := topology.secret_files) is not None:
-        base |= _http_identity(secrets.identity(ROUTER), secrets.http_keys)
+        base |= _http_identity(secrets.identity(ROUTER), secrets.http_keys, IdentityKind.OPERATOR)
     return base
 
 
-def _http_identity(tls: TlsConfig, keys_file: Path) -> dict[str, object]:
+def _http_identity(tls: TlsConfig, keys_file: Path, operator: str) -> dict[str, object]:
     served = to_settings({"cert_file": tls.cert_file, "key_file": tls.key_file})
-    return {"tls": served, "keys_file": to_settings(keys_file), "operators": [LOCAL_TENANT]}
+    return {"tls": served, "keys_file": to_settings(keys_file), "operators": [str(operator)]}
 
 
 def _host_base(topology: Topology, name: str, process: int) -> dict[str, object]:

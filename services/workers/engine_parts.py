@@ -13,7 +13,7 @@ from quartet.errors import ConfigError
 from quartet.kvcache.embedding_pool import EmbeddingPool
 from quartet.media.items import TAKES_HAND_OFF
 from quartet.rpc.server import Service
-from quartet.streams.signed_start import SignedStartVerifier, SigningKeys
+from quartet.streams.signed_start import SignedStartVerifier
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.transfer.base import BlockMemory, EmbeddingMemory
 from quartet.transfer.grpc.puller import TransferPuller
@@ -45,7 +45,7 @@ class EngineParts:
         self._config = config = surroundings.config
         # Keys are read first, so that an error in them is reported before a model is loaded.
         self._verifier = SignedStartVerifier(
-            None if config.signing_keys_file is None else SigningKeys(config.signing_keys_file),
+            surroundings.signing_keys(),
             worker_id=surroundings.worker_id,
             epoch=surroundings.epoch,
             on_outcome=lambda outcome: surroundings.metrics.signed_starts.labels(outcome).inc(),

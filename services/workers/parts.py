@@ -18,7 +18,8 @@ from quartet.engine.base import Engine, RequestKind
 from quartet.engine.encoder import MediaEncoder, MediaSizer
 from quartet.rpc.channels import Dialer
 from quartet.rpc.server import Service
-from quartet.telemetry.metrics import WorkerMetrics
+from quartet.streams.signed_start import SigningKeys
+from quartet.telemetry.metrics import CertificateMetrics, CertificateUse, ReloadedFile, ReloadMetrics, WorkerMetrics
 from quartet.telemetry.tracing import Tracer
 from quartet.transfer.base import BlockMemory, EmbeddingMemory, FetchResult, Puller
 from quartet.transfer.grpc.puller import TransferPuller
@@ -49,13 +50,22 @@ class Surroundings:
     host: HostIdentity
     registry: CollectorRegistry
     metrics: WorkerMetrics
+    certificates: CertificateMetrics
+    reloads: ReloadMetrics
     tracer: Tracer | None = None
     transfers: TransferTotals = field(default_factory=TransferTotals)
 
+    def signing_keys(self) -> SigningKeys | None:
+        """The keys of signed starts; ``None``: it has none. Raises ``ConfigError``: the file can't be used."""
+        file = self.config.signing_keys_file
+        return None if file is None else SigningKeys(file, count=self.reloads.counter(ReloadedFile.SIGNING_KEYS))
+
     def puller(self) -> TransferPuller:
         """A new puller, not attached to a pool yet. Raises ``ConfigError``: a file of ``server.tls`` can't be used."""
+        dialer = Dialer(self.config.server.tls)
+        self.certificates.watch(CertificateUse.DIAL, dialer.certificate_end)
         return TransferPuller(
-            partial(Dialer(self.config.server.tls).open, is_bulk=True),
+            partial(dialer.open, is_bulk=True),
             host=self.host,
             config=self.config.transfer,
             on_fetch=self._fetched,

@@ -37,7 +37,15 @@ from quartet.supervision import LoopWatch, Supervisor, TaskEndedError, end_proce
 from quartet.telemetry.gpus import watch_gpus
 from quartet.telemetry.http import Probes, TelemetryServer
 from quartet.telemetry.logging import configure
-from quartet.telemetry.metrics import ProcessMetrics, WorkerMetrics, monitor_event_loop_lag
+from quartet.telemetry.metrics import (
+    CertificateMetrics,
+    CertificateUse,
+    ProcessMetrics,
+    ReloadedFile,
+    ReloadMetrics,
+    WorkerMetrics,
+    monitor_event_loop_lag,
+)
 from quartet.telemetry.tracing import open_tracer
 from quartet.telemetry.vllm_names import show_worker_as_vllm
 from quartet.transfer.base import BlockMemory, PoolMemory, TransferWay
@@ -163,6 +171,8 @@ class WorkerProcess:
             host=host_identity(),
             registry=self._registry,
             metrics=WorkerMetrics(self._registry),
+            certificates=CertificateMetrics(self._registry),
+            reloads=ReloadMetrics(self._registry),
         )
         self._model: ServedModel | None = None
         self._worker: Worker | None = None
@@ -241,8 +251,13 @@ class WorkerProcess:
         servicer = WorkerServicer(self._served_model.text_files)
         services = [serving.service, worker_service(servicer), self._transfer_service(source, pools)]
         # A longer message would delay all requests on a shared stream, so it ends its stream.
-        server = RpcServer(replace(self._config.server, max_receive_message_bytes=MAX_STREAM_MESSAGE_BYTES), services)
+        server = RpcServer(
+            replace(self._config.server, max_receive_message_bytes=MAX_STREAM_MESSAGE_BYTES),
+            services,
+            count_reload=self._surroundings.reloads.counter(ReloadedFile.GRPC_CERTIFICATE),
+        )
         grpc_port = await server.start()
+        self._surroundings.certificates.watch(CertificateUse.GRPC, server.certificate_end)
         stack.push_async_callback(server.drain, _STREAMS_GRACE_S)
         publisher = self._publisher()
         stack.callback(publisher.close)
@@ -286,6 +301,7 @@ class WorkerProcess:
 
         pacer = LoadPacer(worker.next_load, publish, worker.prompt_queues)
         registry = create_registry(self._config.discovery)
+        self._surroundings.certificates.watch(CertificateUse.ETCD, registry.certificate_end)
         async with Supervisor(self._fail, expected=(ServingError,)) as tasks:
             tasks.start("outputs", worker.consume(pacer))
             tasks.start("health", worker.watch_health())

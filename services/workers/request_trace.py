@@ -9,7 +9,7 @@ from quartet.engine.base import Prefilled, Started
 from quartet.errors import ServingError
 from quartet.streams.messages import RequestContext
 from quartet.telemetry import span_names as names
-from quartet.telemetry.tracing import Attribute, Trace, Tracer
+from quartet.telemetry.tracing import NO_ATTRIBUTES, Attribute, Trace, Tracer
 
 
 class WorkerTrace:
@@ -35,9 +35,11 @@ class WorkerTrace:
         """It has ended; called once. The way of its start is shown now: before, it might have been refused."""
         self.trace.way_here(self._way, self._sent_at_unix_ns, self.arrived_at)
         self._attributes[names.OUTCOME] = outcome
-        self.trace.end(self.arrived_at, time.monotonic(), self._attributes, events=self._events(), error=error)
+        now = time.monotonic()
+        self.trace.end(self.arrived_at, now, self._attributes, events=self._events(now, outcome), error=error)
 
-    def _events(self) -> Sequence[tuple[str, float]]:
+    def _events(self, now: float, outcome: str) -> Sequence[tuple[str, float, Mapping[str, Attribute]]]:
+        """What happened within the span, which ends ``now`` with ``outcome``."""
         return ()
 
 
@@ -116,8 +118,11 @@ class GenerationTrace(WorkerTrace):
             self._phase("compute", time.monotonic())
         super().end(outcome, error)
 
-    def _events(self) -> Sequence[tuple[str, float]]:
-        return () if self._first_token_at is None else [(names.FIRST_TOKEN, self._first_token_at)]
+    def _events(self, now: float, outcome: str) -> Sequence[tuple[str, float, Mapping[str, Attribute]]]:
+        end = (names.END, now, {names.OUTCOME: outcome})
+        if self._first_token_at is None:
+            return (end,)
+        return (names.FIRST_TOKEN, self._first_token_at, NO_ATTRIBUTES), end
 
     def _scheduled(self, at: float, onboard_s: float) -> None:
         """The engine runs it since ``at``, which came after ``onboard_s`` seconds of loading blocks."""

@@ -40,6 +40,16 @@ def test_the_table_of_chaos_says_how_many_fleets_ran_at_once(tmp_path: Path) -> 
     assert "| mock | 16 |" in render_page("<!-- table: chaos -->\n<!-- end -->", tmp_path)
 
 
+def test_the_table_of_traces_adds_up_a_request_that_is_not_sampled_over_its_workers(tmp_path: Path) -> None:
+    report = json.loads((RESULTS / "tracing.json").read_text())
+    report["states"]["off"] |= {"router_us": 1.0, "worker_us": 30.0}
+    report["states"]["not sampled"] |= {"router_us": 3.0, "worker_us": 37.0}
+    (tmp_path / "tracing.json").write_text(json.dumps(report))
+    page = render_page("<!-- table: tracing -->\n<!-- end -->", tmp_path)
+    assert "| the same over Prefill and Decode, computed | 16 | <= 20 |" in page
+    assert "| the same over Encode, Prefill and Decode, computed | 23 | <= 20 |" in page
+
+
 def test_a_table_without_results_says_so(tmp_path: Path) -> None:
     page = render_page("<!-- table: overload -->\nstale figures\n<!-- end -->\nafter", tmp_path)
     assert page == "<!-- table: overload -->\n\nnot measured yet\n\n<!-- end -->\nafter"

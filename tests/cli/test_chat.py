@@ -184,7 +184,7 @@ async def test_a_refused_message_does_not_end_the_conversation(
     terminal = await start_chat(await start_router(router))
     await terminal.expect("> ")
     terminal.type(b"Hello\n")
-    await terminal.expect("INVALID_ARGUMENT (chat): too long")
+    await terminal.expect("INVALID_ARGUMENT INVALID_FIELD (chat): too long")
     router.error = None
     await terminal.expect("> ")
     terminal.type(b"Hi\n")
@@ -242,7 +242,7 @@ async def test_a_picture_that_cannot_be_used_spoils_only_its_message(
     terminal.type(b"/image https://example.org/d.png\n")
     await terminal.expect("> ")
     terminal.type(b"Look\n")
-    await terminal.expect("PERMISSION_DENIED: no URLs are allowed; its pictures are dropped with it")
+    await terminal.expect("PERMISSION_DENIED MEDIA_NOT_ALLOWED: no URLs are allowed; its pictures are dropped with it")
     router.error = None
     await terminal.expect("> ")
     terminal.type(b"Hi\n")

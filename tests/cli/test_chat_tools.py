@@ -138,7 +138,7 @@ async def test_a_failure_after_a_call_drops_the_question_and_not_the_conversatio
     router.answers = [ASKS_AND_ANSWERS[0], [said("It is"), QueueFullError("the queue is full")], [said("Yes.")]]
     address = await start_router(router)
     result = await run_cli("chat", "--tools", CALCULATOR, "--router", address, input="Hi\nWell?\n")
-    assert result.stderr == "quartet: RESOURCE_EXHAUSTED: the queue is full\n"
+    assert result.stderr == "quartet: RESOURCE_EXHAUSTED QUEUE_FULL: the queue is full\n"
     assert result.stdout.endswith("← 42\n\nIt is\n> Yes.\n> \n")
     assert [message.content for message in router.starts[2].chat.messages] == ["Well?"]
 

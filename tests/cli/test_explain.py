@@ -151,4 +151,4 @@ async def test_a_refusal_is_one_line(start_router: StartRouter, run_cli: RunCli)
     router.error = ModelNotFoundError("no worker serves a model of this name", field="model")
     result = await run_cli("explain", "Hi", "--model", "x", "--router", await start_router(router))
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == "quartet: NOT_FOUND (model): no worker serves a model of this name\n"
+    assert result.stderr == "quartet: NOT_FOUND MODEL_NOT_FOUND (model): no worker serves a model of this name\n"

@@ -149,17 +149,20 @@ async def test_a_failure_is_one_line_with_status_and_field(
     address = await start_router(router)
     result = await run_cli("generate", "", "--router", address)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == "quartet: INVALID_ARGUMENT (text): the prompt is empty\n"
+    assert result.stderr == "quartet: INVALID_ARGUMENT INVALID_FIELD (text): the prompt is empty\n"
 
     router.error = QueueFullError("the queue is full", retry_delay_s=1.5)
     result = await run_cli("generate", "Hi", "--router", address)
-    assert result.stderr == "quartet: RESOURCE_EXHAUSTED: the queue is full (try again in 1.5 s)\n"
+    assert result.stderr == "quartet: RESOURCE_EXHAUSTED QUEUE_FULL: the queue is full (try again in 1.5 s)\n"
 
 
 async def test_nonsense_is_reported_without_a_router(run_cli: RunCli) -> None:
     result = await run_cli("generate", "Hi", "--top-p", "2", "--router", "127.0.0.1:1")
     assert result.exit_code == 1
-    assert result.stderr == "quartet: INVALID_ARGUMENT (sampling.top_p): top_p must be in (0.0, 1.0], not 2.0\n"
+    assert (
+        result.stderr
+        == "quartet: INVALID_ARGUMENT INVALID_FIELD (sampling.top_p): top_p must be in (0.0, 1.0], not 2.0\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,7 @@ async def test_a_missing_router_is_soon_reported_in_one_line(
     result = await run_cli(*command, "--router", address)
     assert stopwatch.seconds < 5
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"quartet: UNAVAILABLE: no router answers at {address}")
+    assert result.stderr.startswith(f"quartet: UNAVAILABLE ROUTER_UNAVAILABLE: no router answers at {address}")
     assert result.stderr.count("\n") == 1
 
 

@@ -71,7 +71,7 @@ async def test_a_url_that_the_router_does_not_allow_is_one_line(
     router.error = MediaNotAllowedError("no such host is allowed", field=field)
     result = await run_cli("generate", "What?", "--chat", "--image", URL, "--router", await start_router(router))
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == f"quartet: PERMISSION_DENIED ({field}): no such host is allowed\n"
+    assert result.stderr == f"quartet: PERMISSION_DENIED MEDIA_NOT_ALLOWED ({field}): no such host is allowed\n"
 
 
 @pytest.mark.parametrize("url", ["http://a/b.png", "HTTPS://a/b", "file:///tmp/a.png", "data:image/png;base64,AA=="])

@@ -20,9 +20,13 @@ from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.gpus import watch_gpus
 from quartet.telemetry.metrics import (
     AdmissionOutcome,
+    CertificateMetrics,
+    CertificateUse,
     HandOffOutcome,
     PoolMetrics,
     ProcessMetrics,
+    ReloadedFile,
+    ReloadMetrics,
     ReusePart,
     RouterMetrics,
     SnapshotOutcome,
@@ -91,9 +95,6 @@ def families() -> Mapping[str, tuple[str, frozenset[str]]]:
     pools = PoolMetrics(registry)
     pools.expect(["east"])
     pools.set_ready("east", 1)
-    encode = EncodeMetrics(registry)
-    encode.watch_tower(EncoderStats)
-    encode.watch_pool(lambda: BlockCounts(1, 1, 1, 1, 4))
     source = SourceFigures(
         name="trtllm",
         is_connected=True,
@@ -118,12 +119,20 @@ def families() -> Mapping[str, tuple[str, frozenset[str]]]:
 def _router_and_worker() -> CollectorRegistry:
     registry = CollectorRegistry()
     ProcessMetrics(registry)
+    CertificateMetrics(registry).watch(CertificateUse.GRPC, lambda: 1.0)
+    reloads = ReloadMetrics(registry)
+    for file in ReloadedFile:
+        reloads.counter(file)
     router, worker = RouterMetrics(registry), WorkerMetrics(registry)
     router.expect_causes(attempt_causes())
     router.for_model("m")
     router.set_workers("decode", "ready", 1)
     router.watch_usage(lambda: 0)
     router.watch_queues(lambda: {"room": 0.0})
+    encode = EncodeMetrics(registry)
+    encode.watch_tower(EncoderStats)
+    encode.watch_pool(lambda: BlockCounts(1, 1, 1, 1, 4))
+    router.watch_missing_roles(lambda: {("m", "decode"): False})
     worker.expect_transfers(("shm", "grpc"))
     tier = TierCounts(Tier.HOST, BlockCounts(1, 1, 1, 1, 4), 100)
     worker.watch_engine(lambda: [EngineStats(tiers=(tier,))])
@@ -140,5 +149,6 @@ def values() -> Mapping[str, frozenset[str]]:
         "cause": frozenset({"first"} | reasons),
         "part": frozenset(map(str, ReusePart)),
         "role": frozenset(map(str, Role)),
+        "use": frozenset(map(str, CertificateUse)),
         "state": frozenset({*map(str, WorkerState), "used", "held", "cached", "free"}),
     }

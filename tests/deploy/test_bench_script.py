@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -92,6 +93,26 @@ def test_what_it_cannot_take_is_refused_with_the_usage(
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"bench.sh: {message}")
     assert "usage: bench.sh MODEL [MULTI_ROUND" in done.stderr
+
+
+def test_without_quartet_on_the_path_that_of_the_checkout_runs(tmp_path: Path) -> None:
+    script, own = tmp_path / "deploy" / "bench.sh", tmp_path / ".venv" / "bin" / "quartet"
+    script.parent.mkdir()
+    shutil.copy(SCRIPT, script)
+
+    def run() -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join(("/usr/bin", "/bin"))
+        return subprocess.run(
+            [script, "m"], env={"PATH": path}, capture_output=True, text=True, check=False, timeout=60
+        )
+
+    missing = run()
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert "no quartet on the PATH" in missing.stderr and "make setup" in missing.stderr
+    own.parent.mkdir(parents=True)
+    own.write_text('#!/bin/sh\necho mine "$1"\n')
+    own.chmod(0o755)
+    assert run().stdout == "mine bench\n"
 
 
 async def test_the_command_is_one_that_quartet_takes(

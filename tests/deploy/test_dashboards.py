@@ -184,7 +184,7 @@ def test_panels_lie_side_by_side_and_each_says_its_question() -> None:
 
 
 def test_each_alert_says_what_is_wrong_and_where_to_look() -> None:
-    assert len({rule["alert"] for rule in RULES}) == len(RULES) == 10
+    assert len({rule["alert"] for rule in RULES}) == len(RULES) == 12
     for rule in RULES:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert set(rule["annotations"]) == {"summary", "description"}
@@ -196,11 +196,13 @@ def test_each_alert_says_what_is_wrong_and_where_to_look() -> None:
 #: Of each alert: its longest window in minutes, ``for`` and threshold, and what its line in the page says of them.
 BOUNDS = {
     "QuartetWorkerLost": (10, "1m", None, ("the last 10 minutes", "for 1 minute")),
+    "QuartetRoleMissing": (None, "1m", 0.0, ("for 1 minute",)),
     "QuartetNotScraped": (None, "1m", 0.0, ("for 1 minute",)),
     "QuartetQueueFull": (5, None, 0.0, ("within 5 minutes",)),
     "QuartetQueueNearFull": (None, "1m", 0.8, ("more than 80 % full", "for 1 minute")),
     "QuartetUsageRecordsLost": (5, None, 0.0, ("within 5 minutes",)),
     "QuartetReloadFailed": (5, None, 0.0, ("within 5 minutes",)),
+    "QuartetCertificateExpires": (None, None, 14.0, ("less than 14 days",)),
     "QuartetHandOffsExpired": (5, None, 0.0, ("within 5 minutes",)),
     "QuartetEngineStalled": (2, "30s", 0.0, ("for 2 minutes", "for 30 s more")),
     "QuartetIndexGaps": (5, None, 0.0, ("within 5 minutes",)),
@@ -214,12 +216,12 @@ def test_windows_and_thresholds_are_those_of_the_page() -> None:
         expr, (window, waits, threshold, words) = rule["expr"], BOUNDS[rule["alert"]]
         assert set(re.findall(r"\[(\w+)\]", expr)) == ({f"{window}m"} if window else set()), rule["alert"]
         assert rule.get("for") == waits, rule["alert"]
-        assert {float(number) for number in re.findall(r"(?:>|==) ([\d.]+)", expr)} == (
+        assert {float(number) for number in re.findall(r"(?:[<>]|==) ([\d.]+)", expr)} == (
             set() if threshold is None else {threshold}
         ), rule["alert"]
         [line] = re.findall(rf"^\| `{rule['alert']}` \| (.*?) \|", page, re.MULTILINE)
         assert all(word in line for word in words), line
-        assert len(re.findall(r"\d+ (?:minutes?|s|%)", line)) == len(words), line
+        assert len(re.findall(r"\d+ (?:minutes?|days|s|%)", line)) == len(words), line
 
 
 def test_prometheus_gives_each_process_the_labels_of_the_queries_and_asks_often_enough() -> None:

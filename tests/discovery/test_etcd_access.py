@@ -95,7 +95,8 @@ def test_a_tls_block_encrypts_every_endpoint(endpoint: str, tls: EtcdTls, monkey
     opened: list[tuple[str, object, dict[str, object]]] = []
     monkeypatch.setattr(etcd_client, "open_channel", lambda *arguments: opened.append(arguments))
     for block in (EtcdTls(), replace(tls, cert_file=None, key_file=None), replace(tls, server_name="etcd.internal")):
-        etcd_client._open_channel(EtcdConfig(endpoints=(endpoint,), tls=block), endpoint)
+        _, end = etcd_client._open_channel(EtcdConfig(endpoints=(endpoint,), tls=block), endpoint)
+        assert (end is None) == (block.cert_file is None)
         address, credentials, options = opened.pop()
         assert address == "db:2379"
         assert isinstance(credentials, grpc.ChannelCredentials)

@@ -17,7 +17,7 @@ from tests.e2e.fork_server import ForkServer
 from tests.e2e.stack import Stack
 from tests.e2e.up import QUARTET
 
-NUM_REQUESTS, NUM_TOKENS = 6, 24
+NUM_REQUESTS, NUM_TOKENS = 6, 12
 END_TIMEOUT_S = 60.0
 
 

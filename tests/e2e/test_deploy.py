@@ -13,6 +13,8 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,11 @@ from prometheus_client import CollectorRegistry
 from benchmarks.wedged_process import WEDGE_VARIABLE, Place, wedge_file
 from quartet.client import QuartetClient, RequestPath, Sampling
 from quartet.errors import ServingError
+from quartet.rpc.channels import TlsConfig
+from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.gpus import watch_gpus
 from quartet.telemetry.http import Probes, TelemetryServer
+from tests.certificates import CertificateAuthority
 from tests.e2e.conftest import StartStack
 from tests.e2e.faulty_worker import lost_file
 from tests.e2e.placed import place
@@ -64,10 +69,10 @@ class Load:
         num_ended: requests that ended well.
     """
 
-    def __init__(self, router_address: str, num_clients: int = NUM_CLIENTS) -> None:
+    def __init__(self, connect: Callable[[], QuartetClient], num_clients: int = NUM_CLIENTS) -> None:
         self.num_ended = 0
         self._num_clients = num_clients
-        self._address = router_address
+        self._connect = connect
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
@@ -80,7 +85,7 @@ class Load:
         self._thread.join(WAIT_S)
 
     async def _run(self) -> None:
-        async with QuartetClient(self._address) as client:
+        async with self._connect() as client:
             await asyncio.gather(*(self._ask(client, number) for number in range(self._num_clients)))
 
     async def _ask(self, client: QuartetClient, number: int) -> None:
@@ -100,15 +105,29 @@ class Load:
 
 @dataclass(frozen=True)
 class Site:
-    """What runs; in ``folder`` are the files that bring faults about, and ``usage``, the folder of usage records."""
+    """What runs, all with certificates of ``authority``.
 
+    In ``folder`` are the files that bring faults about, and ``usage``, the folder of usage records. Mock engines take
+    no media, so ``encode`` stands for the metrics of a worker that does.
+    """
+
+    authority: CertificateAuthority
     stack: Stack
     prometheus: Prometheus
     load: Load
     folder: Path
+    encode: EncodeMetrics
+
+    def client(self) -> QuartetClient:
+        """A client of the router."""
+        return client_of(self.stack)
+
+    def give_certificate(self, name: str, valid: timedelta) -> None:
+        """Another certificate for that process, in place of the one that it has."""
+        issue(self.authority, name, valid=valid)
 
     def wait_fires(
-        self, alert: str, among: frozenset[str] = frozenset(), act: Callable[[], None] = lambda: None
+        self, alert: str, among: frozenset[str] = frozenset(), act: Callable[[], object] = lambda: None
     ) -> None:
         """Wait until ``alert`` fires, and meanwhile no others but ``among``; ``act`` is done again and again."""
 
@@ -135,12 +154,17 @@ def site(prometheus: Path, start_stack: StartStack, tmp_path_factory: pytest.Tem
     """One prefill, two decodes and a router under load, scraped by Prometheus, and the GPUs of a worker that is not."""
     folder, gpus = tmp_path_factory.mktemp("faults"), CollectorRegistry()
     watch_gpus(gpus, "0", None, FakeNvml)
+    encode = EncodeMetrics(gpus)
     telemetry = TelemetryServer("127.0.0.1:0", gpus, Probes(is_alive=lambda: True, is_ready=lambda: True))
     gpu_address = f"127.0.0.1:{telemetry.start()}"
     (folder / "usage").mkdir()
+    authority = CertificateAuthority(tmp_path_factory.mktemp("certificates"))
+    names = StackConfig(num_decode=2).worker_names
     stack = start_stack(
         StackConfig(
             num_decode=2,
+            tls={name: issue(authority, name) for name in ("router", *names)},
+            operator=authority.issue("operator", "quartet://default/operator/operator"),
             worker=WORKER,
             routers={"router": {**ROUTER, "usage_log": str(folder / "usage/records.jsonl")}},
             launcher=("tests.e2e.faulty_worker",),
@@ -150,10 +174,20 @@ def site(prometheus: Path, start_stack: StartStack, tmp_path_factory: pytest.Tem
     targets = f"http://{stack.processes['router'].http_address}/prometheus/targets"
     with (
         Prometheus(prometheus, tmp_path_factory.mktemp("prometheus"), targets, gpu_address) as server,
-        Load(stack.router_address) as load,
+        Load(partial(client_of, stack)) as load,
     ):
-        yield Site(stack, server, load, folder)
+        yield Site(authority, stack, server, load, folder, encode)
     asyncio.run(telemetry.close())
+
+
+def issue(authority: CertificateAuthority, name: str, *, valid: timedelta = timedelta(days=365)) -> TlsConfig:
+    """A certificate for the process of that name; always in the same files."""
+    kind = "router" if name == "router" else "worker"
+    return authority.issue(name, f"quartet://default/{kind}/{name}", valid=valid)
+
+
+def client_of(stack: Stack) -> QuartetClient:
+    return QuartetClient(stack.router_address, tls=stack.config.operator)
 
 
 @pytest.fixture
@@ -192,7 +226,7 @@ def test_a_worker_that_is_killed_is_missed(quiet: Site) -> None:
 
 def test_a_full_queue_shows(quiet: Site) -> None:
     async def burst() -> None:
-        async with QuartetClient(quiet.stack.router_address) as client:
+        async with quiet.client() as client:
             asks = [
                 client.complete(TEXT * 8, sampling=Sampling(max_tokens=32), timeout_s=30) for _ in range(NUM_TOO_MANY)
             ]
@@ -203,7 +237,7 @@ def test_a_full_queue_shows(quiet: Site) -> None:
 
 
 def test_a_queue_that_stays_nearly_full_shows(quiet: Site) -> None:
-    with Load(quiet.stack.router_address, NUM_CROWD):
+    with Load(quiet.client, NUM_CROWD):
         quiet.wait_fires("QuartetQueueNearFull", frozenset({"QuartetQueueFull", "QuartetHandOffsExpired"}))
 
 
@@ -220,6 +254,22 @@ def test_a_changed_configuration_that_is_refused_shows(quiet: Site) -> None:
     file.write_text(f"{text}\nno_setting: 1\n")
     quiet.wait_fires("QuartetReloadFailed")
     file.write_text(text)
+
+
+def test_a_certificate_that_ends_soon_shows_until_there_is_another(quiet: Site) -> None:
+    # A worker that dials nobody: it has no connection that would keep the certificate.
+    quiet.give_certificate("prefill-0", timedelta(days=13))
+    quiet.wait_fires("QuartetCertificateExpires")
+    quiet.give_certificate("prefill-0", timedelta(days=15))
+    quiet.wait_silent()
+
+
+def test_a_certificate_that_a_worker_can_not_use_shows(quiet: Site) -> None:
+    cert_file = issue(quiet.authority, "prefill-0").cert_file
+    content = cert_file.read_bytes()
+    # Another such file for each scrape: what is counted before the first one is no growth.
+    quiet.wait_fires("QuartetReloadFailed", act=lambda: cert_file.write_bytes(b"none"))
+    cert_file.write_bytes(content)
 
 
 def test_hand_offs_that_nobody_takes_show(quiet: Site) -> None:
@@ -243,11 +293,19 @@ def test_lost_kv_events_show(quiet: Site) -> None:
     file.unlink()
 
 
-def test_requests_that_fail_show(quiet: Site) -> None:
+def test_requests_that_fail_show_and_a_missing_role_for_as_long_as_it_is(quiet: Site) -> None:
     for name in ("decode-0", "decode-1"):
         quiet.stack.kill(name)
     others = frozenset({"QuartetWorkerLost", "QuartetHandOffsExpired", "QuartetNotScraped", "QuartetQueueFull"})
-    quiet.wait_fires("QuartetRequestsFail", others)
+    quiet.wait_fires("QuartetRequestsFail", others | {"QuartetRoleMissing"})
+    quiet.wait_fires("QuartetRoleMissing", others | {"QuartetRequestsFail"})
+
+    def is_only_missing() -> bool:
+        firing = quiet.prometheus.firing()
+        assert "QuartetRoleMissing" in firing
+        return "QuartetWorkerLost" not in firing
+
+    wait_until(is_only_missing, WAIT_S, lambda: f"the loss is long ago, but {quiet.prometheus.firing()}")
     quiet.stack.restart_dead()
     quiet.wait_num_ended(NUM_CLIENTS)
     quiet.wait_silent()
@@ -255,6 +313,7 @@ def test_requests_that_fail_show(quiet: Site) -> None:
 
 def test_every_query_of_every_panel_has_data(site: Site) -> None:
     def lacking() -> list[str]:
+        site.encode.observe_encoded(queue_s=0.01, compute_s=0.1)
         return [
             f"{path.stem}: {panel['title']}: {target['expr']}"
             for path in sorted((DEPLOY / "grafana").glob("*.json"))

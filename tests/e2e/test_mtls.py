@@ -29,7 +29,7 @@ from quartet.v1 import (
     worker_pb2_grpc,
 )
 from tests import tiny
-from tests.certificates import CertificateAuthority
+from tests.certificates import CertificateAuthority, end_of
 from tests.e2e import placed
 from tests.e2e.conftest import StartStack
 from tests.e2e.fork_server import ForkServer
@@ -155,6 +155,14 @@ def test_methods_for_peers_and_operators_are_refused_to_clients(
     call: Callable[..., grpc.StatusCode], identities: Identities, name: str, method: Callable[[grpc.Channel], Any]
 ) -> None:
     assert call(name, identities.client, method) is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_each_process_says_when_its_certificate_ends(tls_stack: Stack, identities: Identities) -> None:
+    for name, tls in identities.servers.items():
+        metrics = tls_stack.metrics(name)
+        for use in ("grpc", "dial"):
+            end = metrics.value("quartet_process_certificate_end_timestamp_seconds", use=use)
+            assert end == end_of(tls), (name, use)
 
 
 def test_each_gets_what_is_theirs(call: Callable[..., grpc.StatusCode], identities: Identities) -> None:

@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import pytest
 import pytest_asyncio
 
 from quartet.client import Completion, Delta, QuartetClient, RequestPath, Sampling, TransferWay, WorkerState
+from quartet.client.discovery import find_routers
 from quartet.client.stream import CompletionBuilder
 from quartet.discovery.create import DiscoveryConfig, create_registry
 from quartet.discovery.etcd_access import EtcdTls
@@ -36,7 +38,7 @@ from tests.e2e.process import wait_until
 from tests.e2e.stack import Stack
 from tests.e2e.test_up_tls import lets_in
 from tests.e2e.up import QUARTET, Up
-from tests.etcd_server import enable_auth
+from tests.etcd_server import add_user, enable_auth
 
 pytestmark = [pytest.mark.deploy, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
@@ -116,7 +118,10 @@ def stopped_fleet(network: Network, etcd_binary: Path, tmp_path_factory: pytest.
     try:
         password = (fleet.secrets / "authority/etcd/password").read_text().strip()
         wait_until(lambda: is_healthy(fleet), WAIT_S, (directory / "etcd.log").read_text)
-        enable_auth(lambda method, body: post(fleet, method, body), "quartet", password, f"/quartet/{NAMESPACE}/")
+        of_reader = (fleet.secrets / "authority/etcd/reader_password").read_text().strip()
+        ask_etcd = partial(post, fleet)
+        add_user(ask_etcd, "reader", of_reader, f"/quartet/{NAMESPACE}/router/", "READ")
+        enable_auth(ask_etcd, "quartet", password, f"/quartet/{NAMESPACE}/")
         yield fleet
     finally:
         etcd.kill()
@@ -260,11 +265,17 @@ async def test_what_the_page_says_to_paste_works(fleet: Fleet) -> None:
     listed = await run(workers, variables)
     assert all(name in listed for name in WORKERS)
     assert (await run(generate, variables)).strip()
-    key = f"$(cut -d' ' -f2 {fleet.secrets}/authority/http_keys)"
-    url = f"https://{fleet.network.hosts['left'].address}:8000/v1/chat/completions"
-    curl = f'curl -sS --cacert {fleet.secrets}/client/ca.pem -H "Authorization: Bearer {key}" {url} -d'
-    chat = await run(f"""{curl} '{{"messages":[{{"role":"user","content":"Once"}}],"max_tokens":4}}'""", {})
-    assert json.loads(chat)["usage"]["completion_tokens"] == 4
+    router = f"https://{fleet.network.hosts['left'].address}:8000"
+    curl = f"curl -sS --cacert {fleet.secrets}/client/ca.pem" + ' -H "Authorization: Bearer $(cat {}/http_key)" {}'
+    chat = curl.format(fleet.secrets / "client", f"{router}/v1/chat/completions")
+    answer = await run(f"""{chat} -d '{{"messages":[{{"role":"user","content":"Once"}}],"max_tokens":4}}'""", {})
+    assert json.loads(answer)["usage"]["completion_tokens"] == 4
+    targets = [
+        await run(curl.format(fleet.secrets / who, f"{router}/prometheus/targets"), {})
+        for who in ("operator", "client")
+    ]
+    assert all(name in targets[0] for name in WORKERS)
+    assert not any(name in targets[1] for name in WORKERS), "who asks may not look at the fleet"
 
 
 async def run(line: str, variables: dict[str, str]) -> str:
@@ -295,6 +306,20 @@ async def test_nothing_listens_but_where_the_page_says(fleet: Fleet) -> None:
     }
 
 
+async def test_a_prometheus_on_each_host_is_told_of_that_hosts_processes(fleet: Fleet) -> None:
+    for name, workers in (("left", {"prefill-0", "decode-0"}), ("right", {"decode-1"})):
+        host = fleet.network.hosts[name]
+        listed = json.loads(run_there(host, "curl", "-sS", "http://127.0.0.1:50102/prometheus/targets"))
+        assert {group["labels"]["__meta_quartet_worker_id"] for group in listed} == {f"router-{name}", *workers}
+        for group in listed:
+            assert "quartet_process_" in run_there(host, "curl", "-sS", f"http://{group['targets'][0]}/metrics")
+
+
+def run_there(host: Host, *command: str) -> str:
+    """What a command prints on that host."""
+    return subprocess.run([*host.command, *command], check=True, capture_output=True, text=True, timeout=WAIT_S).stdout
+
+
 async def test_who_has_no_certificate_key_or_password_gets_in_nowhere(fleet: Fleet, tmp_path: Path) -> None:
     left, right = fleet.network.hosts["left"].address, fleet.right.address
     for address in (f"{left}:50050", f"{left}:50103", f"{right}:50103"):
@@ -316,9 +341,25 @@ async def test_who_has_no_certificate_key_or_password_gets_in_nowhere(fleet: Fle
             await lists_workers(fleet, access)
 
 
+@pytest.mark.parametrize("kind", ["operator", "client"])
+async def test_who_operates_and_who_asks_find_the_routers_in_etcd_and_nothing_else(fleet: Fleet, kind: str) -> None:
+    files = fleet.secrets / kind / "etcd"
+    tls = EtcdTls(ca_file=files / "ca.pem", cert_file=files / "client.pem", key_file=files / "client.key")
+    access = {"tls": tls, "user": "reader", "password_file": files / "password"}
+    addresses = {f"{host.address}:50050" for host in fleet.network.hosts.values()}
+    assert set(await find_routers(discovery(fleet, access))) == addresses
+    with pytest.raises(DiscoveryError, match="permission denied"):
+        await lists_workers(fleet, access)
+
+
+def discovery(fleet: Fleet, access: dict[str, Any]) -> DiscoveryConfig:
+    return DiscoveryConfig(
+        etcd=EtcdConfig(endpoints=(fleet.variables["ETCD"],), namespace=NAMESPACE, request_timeout_s=10, **access)
+    )
+
+
 async def lists_workers(fleet: Fleet, access: dict[str, Any]) -> set[str]:
-    etcd = EtcdConfig(endpoints=(fleet.variables["ETCD"],), namespace=NAMESPACE, request_timeout_s=10, **access)
-    registry = create_registry(DiscoveryConfig(etcd=etcd))
+    registry = create_registry(discovery(fleet, access))
     try:
         return {record.worker_id for record in await registry.workers()}
     finally:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shlex
 import signal
+import ssl
 import stat
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import aiohttp
 import grpc
 import pytest
 import pytest_asyncio
@@ -26,6 +29,7 @@ from quartet.discovery.etcd_access import EtcdTls
 from quartet.discovery.etcd_client import EtcdClient, EtcdConfig
 from quartet.errors import DiscoveryError
 from quartet.events.curve import EventsKey, read_events_key
+from quartet.rpc.certificate_end import certificate_end
 from quartet.rpc.channels import TlsConfig, create_channel
 from services.topology.launch import draw_events_key
 from tests.e2e.fork_server import ForkServer
@@ -78,6 +82,29 @@ class Run:
     async def addresses(self) -> Mapping[str, str]:
         workers = await self.workers()
         return {"router": self.up.router_address} | {name: it.record.grpc_address for name, it in workers.items()}
+
+    async def metrics(self) -> Mapping[str, str]:
+        """The page of each process, by its name."""
+        [http] = {found[0] for line in self.up.lines if (found := re.search(r"https://[^/]+", line))}
+        _, key = (self.directory / "http_keys").read_text().split()
+        trusted = ssl.create_default_context(cafile=str(self.identity("client").ca_file))
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session:
+            async with session.get(f"{http}/prometheus/targets", ssl=trusted) as response:
+                groups = await response.json()
+            pages = {}
+            for group in groups:
+                async with session.get(f"http://{group['targets'][0]}/metrics") as response:
+                    labels = group["labels"]
+                    is_router = labels["__meta_quartet_role"] == "router"
+                    pages["router" if is_router else labels["__meta_quartet_worker_id"]] = await response.text()
+        return pages
+
+    async def wait_counted(self, what: str, name: str) -> None:
+        """Wait until the process of that name has counted one change of its certificate as ``what``."""
+        line = f'\nquartet_process_{what}_total{{file="grpc_certificate"}} 1.0\n'
+        async with asyncio.timeout(TIMEOUT_S):
+            while line not in (await self.metrics())[name]:  # a scrape looks at the files, and may show it itself
+                pass
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -138,6 +165,33 @@ async def test_every_service_refuses_whoever_a_method_is_not_for(run: Run, ident
                 service = method[1:].rpartition("/")[0]
                 if service in offered and audience not in listed(method):
                     assert await outcome(channel, method) is grpc.StatusCode.PERMISSION_DENIED, (name, method)
+
+
+async def test_each_process_says_when_its_certificates_end(run: Run) -> None:
+    pages = await run.metrics()
+    assert pages.keys() == SERVICES.keys()
+    for name, page in pages.items():
+        found = re.findall(
+            r'^quartet_process_certificate_end_timestamp_seconds\{use="(\w+)"\} (\S+)$', page, re.MULTILINE
+        )
+        ends = {use: float(end) for use, end in found}
+        of_etcd = ends.pop("etcd")
+        assert of_etcd == certificate_end((run.certificates / "etcd/client.pem").read_bytes())
+        end = certificate_end(run.identity(name).cert_file.read_bytes())
+        # Encode workers dial nobody, and only routers serve HTTP.
+        uses = {"encode-0": ["grpc"], "router": ["grpc", "dial", "http"]}.get(name, ["grpc", "dial"])
+        assert ends == dict.fromkeys(uses, end), name
+
+
+async def test_each_process_counts_a_certificate_that_it_can_not_use(run: Run) -> None:
+    for name in SERVICES:
+        cert_file = run.identity(name).cert_file
+        away = cert_file.rename(cert_file.with_suffix(".away"))
+        try:
+            await run.wait_counted("failed_reloads", name)
+        finally:
+            away.rename(cert_file)
+        await run.wait_counted("reloads", name)
 
 
 async def test_nobody_without_a_certificate_of_the_run_gets_in(run: Run) -> None:

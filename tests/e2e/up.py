@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,9 +108,7 @@ class Up:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._process.stdout is not None
-        for pid in self.processes():
-            with suppress(ProcessLookupError):  # children end with their parent
-                os.kill(pid, signal.SIGKILL)
+        kill_at_once(self.processes())  # children end with their parent
         # To its end: a pipe that is still open when the event loop closes could not be closed any more.
         await self._process.stdout.read()
         await self._reading
@@ -164,11 +162,13 @@ class Up:
 
     def kill(self, *names: str) -> None:
         """End these of its processes at once."""
+        kill_at_once(self.find(*names))
+
+    def find(self, *names: str) -> list[int]:
+        """The ids of these of its processes."""
         found = [pid for pid, command in self.processes().items() if any(f"/{name}.yaml" in command for name in names)]
         assert len(found) == len(names)
-        for pid in found:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        return found
 
     async def paste(self, start: str, part: str = "") -> Ran:
         """Run the lines that begin with ``start`` and hold ``part`` in a shell, after the ``export`` line if any."""
@@ -194,6 +194,13 @@ class Up:
         while line := await self._process.stderr.readline():
             self._log.append(line.decode("utf-8", "replace"))
             self._logged.set()
+
+
+def kill_at_once(pids: Iterable[int]) -> None:
+    """SIGKILL to those that have not ended yet."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _path_of_a_newcomer() -> str:

@@ -453,6 +453,7 @@ async def test_what_http_refuses_before_it_runs_has_a_line_and_a_count_like_grpc
     lines = [vars(record)["quartet_fields"] for record in caplog.records if record.name == "router.request_log"]
     outcomes = [*(outcome for *_, outcome in asked), "draining"]
     assert [line["outcome"] for line in lines] == outcomes
+    assert {line["path"] for line in lines} == {"generate"}
     assert counted == Counter(outcomes)
     assert [line["tenant"] for line in lines[:4]] == ["acme", "acme", "acme", "globex"]
     refused = lines[1]

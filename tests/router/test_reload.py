@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from quartet.config import build, load_yaml
 from quartet.errors import RateLimitedError
-from quartet.telemetry.metrics import RouterMetrics
+from quartet.telemetry.metrics import ReloadedFile, ReloadMetrics
 from router import __main__ as main_module
 from router import reload as module
 from router.config import RouterConfig
@@ -40,7 +40,7 @@ class Watched:
         self.path = path
         path.write_text(text)
         self.registry = CollectorRegistry()
-        self.metrics = RouterMetrics(self.registry)
+        self.count = ReloadMetrics(self.registry).counter(ReloadedFile.CONFIG)
         self.used: list[RouterConfig] = []
         self.came = asyncio.Event()
         self.file = ConfigFile(path, self.load(), self.load, lambda config: config)
@@ -52,9 +52,6 @@ class Watched:
         self.used.append(config)
         self.came.set()
 
-    def count(self, is_used: bool) -> None:
-        self.metrics.count_reload("config", is_used)
-
     async def poll(self, *, is_complete: bool = True) -> None:
         await self.file.poll(self.use, self.count, is_complete=is_complete)
 
@@ -62,8 +59,8 @@ class Watched:
         read: Callable[..., float | None] = self.registry.get_sample_value
         labels = {"file": "config"}
         return (
-            read("quartet_router_reloads_total", labels),
-            read("quartet_router_failed_reloads_total", labels),
+            read("quartet_process_reloads_total", labels),
+            read("quartet_process_failed_reloads_total", labels),
         )
 
 

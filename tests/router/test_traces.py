@@ -45,7 +45,8 @@ async def test_phases_of_a_request_follow_each_other_without_a_gap(spans: SpanLi
     for one, following in pairwise(phases):
         assert one.end_unix_ns == following.begin_unix_ns
     assert request.is_server and request.parent_id == 0
-    [(event, at)] = request.events
+    assert request.attributes["quartet.path"] == "generate"
+    [(event, at, _)] = request.events
     assert event == "first token"
     hop, reply = spans.one("prefill hop"), spans.one("reply")
     assert hop.begin_unix_ns <= at <= reply.end_unix_ns
@@ -196,7 +197,7 @@ async def test_the_event_of_the_first_token_says_when_it_was_shown(spans: SpanLi
     fleet = traced(spans, "decode-0")
     answer = await collect(fleet.generate(make_start()))
     request = spans.one("request")
-    [(_, at)] = request.events
+    [(_, at, _)] = request.events
     first_token_s = answer.finished[0].time.first_token_s
     assert first_token_s is not None
     # The request's span begins when it arrived.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quartet.errors import ConfigError, PermissionDeniedError, UnauthenticatedError, WorkerUnavailableError
 from quartet.rpc import channels
 from quartet.rpc.audience import caller_identity
-from quartet.rpc.channels import Dialer, TlsConfig, _TlsFiles, check_pair, create_channel
+from quartet.rpc.channels import Dialer, TlsConfig, TlsFiles, check_pair, create_channel
 from quartet.rpc.errors import from_rpc_error
 from quartet.rpc.server import RpcServer, ServerConfig, Service
-from tests.certificates import CertificateAuthority
+from tests.certificates import CertificateAuthority, end_of
 from tests.rpc.conftest import StartServer
 from tests.rpc.services import generic_service
 
@@ -193,8 +194,8 @@ class CertificateFolder:
         self._authority = authority
         self.tls = TlsConfig(ca_file=authority.ca_file, cert_file=directory / "own.pem", key_file=directory / "own.key")
 
-    def renew(self, name: str, *, only: str = "") -> None:
-        files = self._authority.issue(name, f"quartet://default/operator/{name}")
+    def renew(self, name: str, *, only: str = "", days: int = 365) -> None:
+        files = self._authority.issue(name, f"quartet://default/operator/{name}", valid=timedelta(days=days))
         for setting in [only] if only else ["cert_file", "key_file"]:
             getattr(self.tls, setting).write_bytes(getattr(files, setting).read_bytes())
 
@@ -202,6 +203,60 @@ class CertificateFolder:
 async def drain_by(dialer: Dialer, address: str) -> bytes:
     async with dialer.open(address) as channel:
         return bytes(await channel.unary_unary(DRAIN)(b"", timeout=30))
+
+
+async def test_a_server_says_when_the_certificate_ends_that_new_connections_get(
+    start_server: StartServer, authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    own = CertificateFolder(authority, tmp_path)
+    own.renew("first", days=10)
+    server, _ = await start_server([service()], ServerConfig(tls=own.tls))
+    first = server.certificate_end()
+    assert first == end_of(own.tls)
+    own.renew("second", only="cert_file", days=300)
+    assert server.certificate_end() == first, "its key is not there yet"
+    own.renew("second", days=300)
+    assert server.certificate_end() == end_of(own.tls) != first  # although nobody has connected
+    in_the_clear, _ = await start_server([service()])
+    assert in_the_clear.certificate_end() is None
+
+
+async def test_a_server_counts_changes_of_its_files_whether_anybody_connects_or_not(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    own, counted = CertificateFolder(authority, tmp_path), list[bool]()
+    own.renew("first")
+    server = RpcServer(ServerConfig(tls=own.tls), [], count_reload=counted.append)
+    await server.start()
+    server.certificate_end()
+    assert counted == []
+    own.tls.key_file.unlink()
+    for _ in range(2):
+        server.certificate_end()
+    assert counted == [False]
+    own.renew("second")
+    server.certificate_end()
+    assert counted == [False, True]
+    await server.drain(0)
+
+
+async def test_who_dials_says_when_the_first_certificate_ends_that_an_open_channel_has(
+    authority: CertificateAuthority, tmp_path: Path
+) -> None:
+    own = CertificateFolder(authority, tmp_path)
+    own.renew("first", days=10)
+    dialer = Dialer(own.tls)
+    first = dialer.certificate_end()
+    assert first == end_of(own.tls)
+    old = dialer.open("127.0.0.1:1")
+    own.renew("second", days=300)
+    new = dialer.open("127.0.0.1:1")
+    assert dialer.certificate_end() == first, "the open channel connects with it again"
+    await old.close()
+    del old
+    assert dialer.certificate_end() == end_of(own.tls)
+    await new.close()
+    assert Dialer(None).certificate_end() is None
 
 
 def test_files_that_do_not_fit_or_have_a_password_are_refused_at_the_start(
@@ -227,7 +282,8 @@ def test_files_that_change_while_they_are_read_are_read_again(
 ) -> None:
     own = CertificateFolder(authority, tmp_path)
     own.renew("olga")
-    files = _TlsFiles(own.tls, "dialling")
+    files = TlsFiles(own.tls, "dialling")
+    of_olga = files.current()
     own.renew("oscar")
 
     def check_then_replace(*given: Any) -> None:
@@ -236,11 +292,10 @@ def test_files_that_change_while_they_are_read_are_read_again(
         monkeypatch.setattr(channels, "check_pair", check_pair)
 
     monkeypatch.setattr(channels, "check_pair", check_then_replace)
-    assert files.changed() is None, "oscar's was checked, and is not there any more"
-    assert files.changed() == tuple(
-        path.read_bytes() for path in (own.tls.key_file, own.tls.cert_file, own.tls.ca_file)
-    )
-    assert files.changed() is None
+    assert files.current() is of_olga, "oscar's was checked, and is not there any more"
+    of_otto = files.current()
+    assert (of_otto.key, of_otto.cert) == (own.tls.key_file.read_bytes(), own.tls.cert_file.read_bytes())
+    assert of_otto.cert != of_olga.cert and files.current() is of_otto
 
 
 def test_a_file_that_cannot_be_used_at_the_start_of_a_process_is_named(

@@ -94,6 +94,35 @@ def test_a_decode_is_divided_by_its_first_token_of_which_its_caller_learns(spans
     assert expected.items() <= decode.attributes.items()
 
 
+def test_a_decodes_end_is_an_event_that_says_what_ended_it(spans: SpanList) -> None:
+    dispatcher = decodes(spans)
+    ids = [
+        dispatcher.submit(make_start([1], traceparent=TRACEPARENT), dispatcher.new_outbox(), slot, list)
+        for slot in (1, 2, 3)
+    ]
+    dispatcher.route(step(ids[:2], started=[Started(id, 0, 1e-9) for id in ids[:2]]))
+    cancelled = Failed(ids[1], RequestCancelledError("cancelled by the caller"))
+    dead = Failed(ids[2], EngineError("it is dead"))
+    dispatcher.route(step(ids[:1], 1, finished=[Finished(ids[0], FinishReason.LENGTH, 2)], failed=[cancelled, dead]))
+    decodes_of = {span.attributes["quartet.outcome"]: span for span in spans.spans if span.name == "decode"}
+    assert {outcome: [name for name, _, _ in span.events] for outcome, span in decodes_of.items()} == {
+        "length": ["first token", "end"],
+        "cancelled": ["first token", "end"],
+        "engine_failed": ["end"],
+    }
+    for outcome, span in decodes_of.items():
+        assert span.events[-1] == ("end", span.end_unix_ns, {"quartet.outcome": outcome})
+
+
+def test_no_part_ends_after_now_whatever_the_engine_reports(spans: SpanList) -> None:
+    dispatcher = decodes(spans)
+    id = dispatcher.submit(make_start([1], traceparent=TRACEPARENT), dispatcher.new_outbox(), 0, list)
+    dispatcher.route(step([id], started=[Started(id, 0, 3600.0)]))
+    dispatcher.route(step([id], 1, finished=[Finished(id, FinishReason.LENGTH, 2)]))
+    assert_divided(spans, spans.one("decode"), ["queue", "compute", "generate"])
+    assert spans.one("generate").end_unix_ns <= time.time_ns()
+
+
 def test_a_pull_lies_where_it_was_between_two_waits(spans: SpanList) -> None:
     dispatcher = decodes(spans)
     outbox = dispatcher.new_outbox()

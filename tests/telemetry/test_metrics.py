@@ -16,8 +16,12 @@ from quartet.events.kv import Tier
 from quartet.kvcache.block_pool import BlockCounts
 from quartet.telemetry.encode_metrics import EncodeMetrics
 from quartet.telemetry.metrics import (
+    CertificateMetrics,
+    CertificateUse,
     PoolMetrics,
     ProcessMetrics,
+    ReloadedFile,
+    ReloadMetrics,
     RouterMetrics,
     WorkerMetrics,
     monitor_event_loop_lag,
@@ -41,6 +45,12 @@ def fill_everything(registry: CollectorRegistry) -> None:
     process = ProcessMetrics(registry)
     process.observe_event_loop_lag(0.001)
     process.observe_event_loop_stall(0.001)
+    certificates = CertificateMetrics(registry)
+    for use in CertificateUse:
+        certificates.watch(use, lambda: 1.0)
+    reloads = ReloadMetrics(registry)
+    for file in ReloadedFile:
+        reloads.counter(file)(True)
     router, worker = RouterMetrics(registry), WorkerMetrics(registry)
     for model in ("a", "b"):
         router.for_model(model).ttft.observe(0.1)
@@ -59,6 +69,20 @@ def test_every_name_says_its_part_and_ends_in_its_unit(registry: CollectorRegist
     assert len(names) > 25
     for name in names:
         assert re.fullmatch(rf"quartet_(router|worker|process)_([a-z_]+_)?({UNITS})", name), name
+
+
+def test_of_the_certificates_of_a_use_the_first_that_ends_is_shown(registry: CollectorRegistry) -> None:
+    certificates, ends = CertificateMetrics(registry), dict[str, float | None]({"old": None, "new": None})
+    for name in ends:
+        certificates.watch(CertificateUse.DIAL, lambda name=name: ends[name])  # type: ignore[misc]
+    certificates.watch(CertificateUse.GRPC, lambda: None)
+    assert b"certificate" not in generate_latest(registry), "there is no TLS"
+    name = "quartet_process_certificate_end_timestamp_seconds"
+    ends["new"] = 1.9e9
+    assert registry.get_sample_value(name, {"use": "dial"}) == 1.9e9
+    ends["old"] = 1.8e9
+    assert registry.get_sample_value(name, {"use": "dial"}) == 1.8e9
+    assert registry.get_sample_value(name, {"use": "grpc"}) is None
 
 
 def test_a_scrape_stays_short(registry: CollectorRegistry) -> None:

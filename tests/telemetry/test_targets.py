@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from quartet.telemetry.targets import Target, render_targets
+from quartet.telemetry.targets import Target, is_near, render_targets
 
 WORKER = Target(address="10.0.0.1:9000", role="decode", worker_id="decode-0", namespace="here", model="m")
 
@@ -44,3 +44,18 @@ def test_the_list_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     groups = json.loads(render_targets(many))
     assert len(groups) == 4096 and groups[0]["targets"] == ["10.0.0.1:0"]
     assert "4096 targets of 5000" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("peer", "own", "expected"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.1", "127.0.1.1", True),
+        ("10.0.0.1", "10.0.0.1", True),
+        ("fe80::1%eth0", "fe80::1%eth0", True),
+        ("10.0.0.2", "10.0.0.1", False),
+        ("fe80::2%eth0", "fe80::1%eth0", False),
+    ],
+)
+def test_who_dials_an_address_of_this_host_from_it_is_near(peer: str, own: str, expected: bool) -> None:
+    assert is_near(peer, own) is expected

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -70,7 +72,12 @@ async def test_spans_reach_the_collector_with_their_times_attributes_and_places(
     trace.span("hop", begin, begin + 2, {"quartet.num_tokens": 7, "way": "shm"}, span_id=child)
     trace.span("inner", begin, begin - 1, parent_id=child, error=EngineError("it broke"))
     trace.way_here("send", trace.to_unix_ns(begin) - 1_000_000, begin)
-    trace.end(begin, begin + 3, {"reasons": ["stop", "length"]}, events=[("first token", begin + 1)])
+    trace.end(
+        begin,
+        begin + 3,
+        {"reasons": ["stop", "length"]},
+        events=[("first token", begin + 1, {"quartet.outcome": "length"})],
+    )
     await tracer.close()
     spans = {span.name: span for span in receiver.spans}
     own, hop, inner, send = spans["decode"], spans["hop"], spans["inner"], spans["send"]
@@ -90,6 +97,7 @@ async def test_spans_reach_the_collector_with_their_times_attributes_and_places(
     lengths_s = [round((span.end - span.begin) / 1e9, 3) for span in (own, hop, send)]
     assert lengths_s == [3, 2, 0.001]
     assert round((own.events["first token"] - own.begin) / 1e9, 3) == 1
+    assert own.event_attributes == {"first token": {"quartet.outcome": "length"}}
     assert abs(own.begin - before) < 1e9
 
 
@@ -141,8 +149,16 @@ _OF_TRACES, _OF_ALL = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_
         ("", {_OF_ALL: "http://all:1"}, "http://all:1"),
         ("", {_OF_ALL: "http://all:1", _OF_TRACES: "http://traces:1"}, "http://traces:1"),
         ("", {_OF_ALL: "https://all:1", _OF_TRACES: ""}, "https://all:1"),
-        # Without a scheme only the exporter understands it.
-        ("", {_OF_ALL: "http://all:1", _OF_TRACES: "traces:1"}, ""),
+        # Without a scheme it means TLS, unless a variable says otherwise.
+        ("", {_OF_ALL: "http://all:1", _OF_TRACES: "traces:1"}, "https://traces:1"),
+        ("", {_OF_ALL: "collector"}, "https://collector"),
+        ("", {_OF_ALL: "[::1]:4317", "OTEL_EXPORTER_OTLP_INSECURE": "True"}, "http://[::1]:4317"),
+        (
+            "",
+            {_OF_ALL: "all:1", "OTEL_EXPORTER_OTLP_INSECURE": "true", "OTEL_EXPORTER_OTLP_TRACES_INSECURE": "false"},
+            "https://all:1",
+        ),
+        ("http://set:1", {_OF_ALL: "unix:/collector"}, "http://set:1"),
         ("http://set:1", {_OF_ALL: "http://all:1", _OF_TRACES: "http://traces:1"}, "http://set:1"),
     ],
 )
@@ -153,10 +169,19 @@ def test_the_endpoint_is_that_of_the_setting_then_of_traces_then_of_all(
     assert (config.enabled, config.endpoint) == (True, endpoint)
 
 
+@pytest.mark.parametrize("endpoint", ["unix:/collector", "grpc://collector:4317", "collector:port", "a collector"])
+@pytest.mark.parametrize("name", [_OF_TRACES, _OF_ALL])
+def test_an_endpoint_that_is_neither_url_nor_host_is_refused(name: str, endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: must begin with http"):
+        TracingConfig(enabled=True).with_variables({name: endpoint})
+    assert not TracingConfig().with_variables({name: endpoint}).enabled
+
+
 async def test_spans_go_where_the_variables_say(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
     for of_traces in (receiver.endpoint, receiver.endpoint.removeprefix("http://")):
         variables = {_OF_ALL: f"http://127.0.0.1:{free_port()}", _OF_TRACES: of_traces}
-        for name, value in {**variables, "OTEL_EXPORTER_OTLP_INSECURE": "true"}.items():
+        variables["OTEL_EXPORTER_OTLP_INSECURE"] = "true"
+        for name, value in variables.items():
             monkeypatch.setenv(name, value)
         tracer = open_tracer(TracingConfig(enabled=True), variables, role="router")
         assert tracer is not None
@@ -269,9 +294,50 @@ async def test_a_collector_that_is_away_holds_up_neither_requests_nor_the_end() 
     for _ in range(5000):  # more than the queue holds
         trace = tracer.begin("request", "", REQUEST_ID)
         trace.end(1.0, 2.0, {})
-    async with asyncio.timeout(60):  # the end itself takes 2.5 s at most
+    async with asyncio.timeout(60):
         await tracer.close()
         await tracer.close()
+    join_closing_threads()
+
+
+async def test_a_collector_that_never_answers_holds_up_the_end_for_two_and_a_half_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "600")
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        config = TracingConfig(enabled=True, endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        tracer = open_tracer(config, {}, role="router")
+        assert tracer is not None
+        tracer.begin("request", "", REQUEST_ID).end(1.0, 2.0, {})
+        # The loop's clock stands still, but for what this test adds.
+        monkeypatch.setattr(loop, "time", lambda: now)
+        closing = asyncio.create_task(tracer.close())
+        await let_tasks_run()
+        now += 1.9
+        await let_tasks_run()
+        assert not closing.done(), "the collector has two seconds"
+        now += 0.11
+        await let_tasks_run()
+        now += 0.51
+        await let_tasks_run()
+        assert closing.done()
+        join_closing_threads()
+
+
+def join_closing_threads() -> None:
+    """What they still log must not be taken for another test's."""
+    for thread in threading.enumerate():
+        if thread.name == "otlp-shutdown":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+async def let_tasks_run() -> None:
+    """Until they wait for something else than each other."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 async def test_a_collector_that_is_away_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
@@ -313,6 +379,11 @@ async def test_a_collector_that_is_away_is_logged_once_a_minute(caplog: pytest.L
         (TracingConfig(enabled=True), {"OTEL_SDK_DISABLED": "true"}, False),
         (TracingConfig(), {**ON, "OTEL_SDK_DISABLED": " True "}, False),
         (TracingConfig(enabled=True), {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, True),
+        (TracingConfig(enabled=True), {"OTEL_TRACES_EXPORTER": "None "}, False),
+        (TracingConfig(), {**ON, "OTEL_TRACES_EXPORTER": "none"}, False),
+        (TracingConfig(enabled=True), {"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        (TracingConfig(), {"OTEL_TRACES_EXPORTER": "otlp"}, False),
+        (TracingConfig(), {"OTEL_TRACES_EXPORTER": "console"}, False),
     ],
 )
 async def test_traces_are_off_unless_settings_or_a_variable_say_otherwise(
@@ -349,3 +420,8 @@ def test_without_the_packages_one_line_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "quartet.telemetry.otlp", None)
     with pytest.raises(ConfigError, match=r"tracing: needs the package .*\[otel\]"):
         open_tracer(TracingConfig(enabled=True), {}, role="router")
+
+
+def test_another_exporter_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"OTEL_TRACES_EXPORTER: .*'console'"):
+        open_tracer(TracingConfig(), {**ON, "OTEL_TRACES_EXPORTER": "console"}, role="router")

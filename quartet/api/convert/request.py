@@ -31,7 +31,7 @@ from quartet.engine.sampling import Sampling
 from quartet.errors import InvalidRequestError
 from quartet.media.items import MediaPart
 from quartet.rpc.errors import to_duration, to_seconds
-from quartet.streams.convert.media import from_media_part, to_media_part
+from quartet.streams.convert.media import from_media_part, put_media_part
 from quartet.streams.convert.messages import (
     check_sampling_counts,
     from_output_options,
@@ -95,7 +95,9 @@ def to_generate_start(start: GenerateStart) -> router_pb2.GenerateStart:
             ttft_target=None if start.ttft_target_s is None else to_duration(start.ttft_target_s),
             itl_target=None if start.itl_target_s is None else to_duration(start.itl_target_s),
         )
-        message.media.extend(map(to_media_part, start.media))
+        # Each message is filled in its place: to copy one into another copies whole pictures.
+        for part in start.media:
+            put_media_part(message.media.add(), part)
         _put_prompt(message, start.prompt)
     except UnicodeEncodeError as error:
         raise InvalidRequestError("a text is not valid Unicode") from error
@@ -210,7 +212,8 @@ def _from_prompt(message: router_pb2.GenerateStart) -> Prompt:
 
 def _put_chat(into: router_pb2.ChatPrompt, prompt: ChatPrompt) -> None:
     into.add_generation_prompt = prompt.add_generation_prompt
-    into.messages.extend(map(_to_chat_message, prompt.messages))
+    for message in prompt.messages:
+        _put_chat_message(into.messages.add(), message)
     into.tools.extend(map(_to_tool, prompt.tools))
     into.tool_choice = _TOOL_CHOICES[prompt.tool_choice]
     into.tool_name = prompt.tool_name
@@ -258,20 +261,18 @@ def _from_tool(message: router_pb2.Tool) -> Tool:
     return Tool(message.name, message.description, JsonObject.of_text(message.parameters), strict)
 
 
-def _to_chat_message(message: ChatMessage) -> router_pb2.ChatMessage:
-    is_text = isinstance(message.content, str)
-    return router_pb2.ChatMessage(
-        role=message.role,
-        content=message.content if is_text else "",  # type: ignore[arg-type]
-        parts=() if is_text else map(_to_content_part, message.content),
-        name=message.name or "",
-        tool_calls=[
-            router_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments.text)
-            for call in message.tool_calls
-        ],
-        tool_call_id=message.tool_call_id or "",
-        reasoning=message.reasoning,
-    )
+def _put_chat_message(into: router_pb2.ChatMessage, message: ChatMessage) -> None:
+    into.role = message.role
+    if isinstance(message.content, str):
+        into.content = message.content
+    else:
+        for part in message.content:
+            _put_content_part(into.parts.add(), part)
+    into.name = message.name or ""
+    for call in message.tool_calls:
+        into.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments.text)
+    into.tool_call_id = message.tool_call_id or ""
+    into.reasoning = message.reasoning
 
 
 def _from_tool_call(message: router_pb2.ToolCall) -> ToolCall:
@@ -387,10 +388,11 @@ def _from_content(
     return "".join(parts) if is_text else tuple(parts)  # type: ignore[arg-type]  # then each is text
 
 
-def _to_content_part(part: str | MediaPart) -> router_pb2.ContentPart:
+def _put_content_part(into: router_pb2.ContentPart, part: str | MediaPart) -> None:
     if isinstance(part, str):
-        return router_pb2.ContentPart(text=part)
-    return router_pb2.ContentPart(media=to_media_part(part))
+        into.text = part
+    else:
+        put_media_part(into.media, part)
 
 
 def _to_text_options(options: TextOptions) -> router_pb2.TextOptions:

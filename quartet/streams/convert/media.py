@@ -17,13 +17,14 @@ _KINDS = {
 _KINDS_BACK = {number: kind for kind, number in _KINDS.items()}
 
 
-def to_media_part(part: MediaPart) -> router_pb2.MediaPart:
-    """The message."""
+def put_media_part(into: router_pb2.MediaPart, part: MediaPart) -> None:
+    """Fill the message, which is empty."""
     if isinstance(part, MediaUrl):
-        return router_pb2.MediaPart(url=part.url)
-    if part.kind is MediaKind.IMAGE:
-        return router_pb2.MediaPart(data=part.data)
-    return router_pb2.MediaPart(embeddings=part.data)
+        into.url = part.url
+    elif part.kind is MediaKind.IMAGE:
+        into.data = part.data
+    else:
+        into.embeddings = part.data
 
 
 def from_media_part(message: router_pb2.MediaPart, field: str) -> MediaPart:

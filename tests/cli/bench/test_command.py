@@ -251,7 +251,7 @@ async def test_a_missing_router_is_reported_before_any_load(run_cli: RunCli, fre
     result = await run_cli("bench", "--router", f"127.0.0.1:{free_port()}")
     assert stopwatch.seconds < 5
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
-    assert result.stderr.startswith("quartet: UNAVAILABLE: no router answers")
+    assert result.stderr.startswith("quartet: UNAVAILABLE ROUTER_UNAVAILABLE: no router answers")
 
 
 def test_sweeps_are_of_clients_or_of_rates() -> None:

@@ -74,7 +74,7 @@ async def test_a_deployment_is_waited_for_until_it_has_answered(stopped: Stopped
     lengths = [start.sampling.max_tokens for start in stopped.fake.starts]
     assert lengths == [WARM_UP_TOKENS, WARM_UP_TOKENS, 3, 3]
     assert "2 finished, 0 failed" in result.stdout
-    assert "waiting: RESOURCE_EXHAUSTED: no room yet" in result.stderr
+    assert "waiting: RESOURCE_EXHAUSTED QUEUE_FULL: no room yet" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ async def test_what_no_wait_mends_ends_it_at_once(stopped: Stopped, run_cli: Run
     # Its limit is longer than that of the test's commands.
     result = await run_cli("bench", "--router", address, "--wait", "60")
     assert result.exit_code == 1
-    assert "INVALID_ARGUMENT (start): never" in result.stderr
+    assert "INVALID_ARGUMENT INVALID_FIELD (start): never" in result.stderr
 
 
 async def test_a_folder_has_the_deployment_and_for_each_load_its_figures_and_the_lines_of_its_time(
@@ -144,9 +144,12 @@ async def test_a_folder_has_the_deployment_and_for_each_load_its_figures_and_the
         assert (out / name / "logs" / "prefill-0.log").read_text() == ""
         num_before += num_requests
 
-    again = await run_cli("bench", "--router", "127.0.0.1:1", "--out", str(out))
-    assert again.exit_code == 2
-    assert "holds results already" in unframed(again.stderr)
+    for of_killed_run in (False, True):
+        if of_killed_run:
+            (out / "bench.json").unlink()
+        again = await run_cli("bench", "--router", "127.0.0.1:1", "--out", str(out))
+        assert again.exit_code == 2
+        assert "holds results already" in unframed(again.stderr)
 
 
 async def test_a_log_that_began_anew_is_copied_from_its_start(

@@ -97,7 +97,7 @@ async def test_the_policies_are_drawn(trace: str, run_cli: RunCli, tmp_path: Pat
         (
             "--policy kv_aware,best",
             1,
-            "quartet: INVALID_ARGUMENT (policy): there is no policy 'best'; there are kv_aware,",
+            "quartet: INVALID_ARGUMENT INVALID_FIELD (policy): there is no policy 'best'; there are kv_aware,",
         ),
         ("--policy round_robin,", 1, "there is no policy ''"),
         ("--speed 0", 2, "--speed"),
@@ -136,7 +136,7 @@ async def test_impossible_options_are_refused(trace: str, run_cli: RunCli, optio
         ('{"timestamp": 0, "input_length": 0, "output_length": 1}', "line 1: input_length must be a whole number"),
         (
             '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [7]}',
-            "quartet: INVALID_ARGUMENT (hash_ids): request 1 has 1 hash_ids for 513 tokens",
+            "quartet: INVALID_ARGUMENT INVALID_FIELD (hash_ids): request 1 has 1 hash_ids for 513 tokens",
         ),
     ],
 )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 
-from cli.top.alerts import FAILED, MAX_FAILED_SHARE, STALL_S, find_alerts
+from cli.top.alerts import FAILED, MAX_FAILED_SHARE, STALL_S, WINDOWS_S, find_alerts, find_unknown
 from cli.top.fleet import COUNTS_S, LOST_S, Fleet
-from tests.cli.top.fleets import SUSPECT, state, worker
+from tests.cli.top.fleets import PREFILL, SUSPECT, state, worker
 from tests.client.fake_router import worker_pb2
 
 FILE = Path(__file__).parents[3] / "deploy/prometheus/alerts.yml"
@@ -21,7 +21,7 @@ def alerts(fleet: Fleet, now_s: float) -> list[tuple[str, str]]:
 
 
 def window_s(rule: str) -> set[float]:
-    return {60.0 * int(minutes) for minutes in re.findall(r"\[(\d+)m\]", RULES[rule])}
+    return {60.0 * int(minutes) for minutes in re.findall(r"(?:\[|offset )(\d+)m", RULES[rule])}
 
 
 def test_thresholds_are_those_of_prometheus() -> None:
@@ -32,6 +32,47 @@ def test_thresholds_are_those_of_prometheus() -> None:
     [outcomes] = re.findall(r'outcome=~"([^"]*)"', RULES["QuartetRequestsFail"])
     assert set(outcomes.split("|")) == FAILED
     assert float(RULES["QuartetRequestsFail"].rpartition(">")[2]) == MAX_FAILED_SHARE
+
+
+def test_the_page_names_the_rules_that_are_found_and_those_that_are_not() -> None:
+    page = (FILE.parents[2] / "docs/observability.md").read_text()
+    found, missed = re.findall(r"^- \*\*Alerts\*\*(.*?)It does not show (.*?)[:;]", page, re.MULTILINE | re.DOTALL)[0]
+    assert set(re.findall(r"`(Quartet\w+)`", found)) == set(WINDOWS_S)
+    assert set(re.findall(r"`(Quartet\w+)`", missed)) == RULES.keys() - WINDOWS_S.keys()
+    assert all({window} == (window_s(rule) or {0.0}) for rule, window in WINDOWS_S.items())
+
+
+def test_silence_says_something_once_the_window_of_a_rule_was_watched() -> None:
+    fleet = Fleet()
+    assert find_unknown(fleet, 0.0) == list(WINDOWS_S)
+    fleet.take(state(worker("decode-0")), 0.0)
+    lost, stalled, *of_counts = [rule for rule in WINDOWS_S if rule != "QuartetRoleMissing"]
+    assert find_unknown(fleet, 1.0) == [lost, stalled, *of_counts]
+    assert find_unknown(fleet, STALL_S) == [lost, *of_counts]
+    fleet.take(state(worker("decode-0"), router_id="router-2"), COUNTS_S)
+    assert find_unknown(fleet, COUNTS_S) == [lost, *of_counts], "another router has counts of its own"
+    assert find_unknown(fleet, 2 * COUNTS_S) == []
+    fleet.take(state(router_id="router-2"), 2 * COUNTS_S)
+    assert lost not in find_unknown(fleet, 1.0), "what is found is known"
+
+
+def test_a_model_without_a_ready_decode_worker_alerts_for_as_long() -> None:
+    fleet = Fleet()
+    fleet.take(state(worker("decode-0"), worker("prefill-0", PREFILL)), 0.0)
+    fleet.take(state(worker("decode-0", worker_pb2.WORKER_ROLE_DECODE, SUSPECT), worker("prefill-0", PREFILL)), 1.0)
+    assert ("QuartetRoleMissing", "tiny has no ready decode worker") in alerts(fleet, 1.0)
+    fleet.take(state(), 10 * LOST_S)
+    assert alerts(fleet, 10 * LOST_S) == [("QuartetRoleMissing", "tiny has no ready decode worker")]
+    fleet.take(state(worker("decode-0")), 10 * LOST_S + 1)
+    assert alerts(fleet, 10 * LOST_S + 1) == []
+
+
+def test_a_pool_that_only_prefills_misses_no_decode_worker() -> None:
+    fleet = Fleet()
+    fleet.take(state(worker("prefill-0", PREFILL)), 0.0)
+    assert alerts(fleet, 0.0) == []
+    fleet.take(state(worker("prefill-0", PREFILL, SUSPECT)), 1.0)
+    assert ("QuartetRoleMissing", "no worker is ready") in alerts(fleet, 1.0)
 
 
 def test_a_fleet_that_is_well_has_none() -> None:
@@ -55,6 +96,8 @@ def test_a_lost_worker_is_named_until_ten_minutes_are_over() -> None:
 
 def test_an_engine_stalls_that_has_work_and_makes_no_step() -> None:
     fleet = Fleet()
+    # Idle for as long, and then the first work comes.
+    fleet.take(state(worker("decode-0", num_steps=7), worker("decode-1", num_steps=7)), -STALL_S)
     for now_s in (0.0, STALL_S - 1):
         fleet.take(state(worker("decode-0", num_waiting=1, num_steps=7), worker("decode-1", num_steps=7)), now_s)
     assert alerts(fleet, STALL_S - 1) == []
@@ -66,8 +109,10 @@ def test_an_engine_stalls_that_has_work_and_makes_no_step() -> None:
 
 def test_counts_of_the_last_five_minutes_alert() -> None:
     fleet = Fleet()
-    fleet.take(state(outcomes={"length": 50, "timeout": 50}), 0.0)
-    fleet.take(state(outcomes={"length": 143, "timeout": 55, "queue_full": 2}, num_without_room=2, num_kv_gaps=1), 1.0)
+    decode = worker("decode-0")
+    fleet.take(state(decode, outcomes={"length": 50, "timeout": 50}), 0.0)
+    ended = {"length": 143, "timeout": 55, "queue_full": 2}
+    fleet.take(state(decode, outcomes=ended, num_without_room=2, num_kv_gaps=1), 1.0)
     assert alerts(fleet, 1.0) == [
         ("QuartetQueueFull", "2 requests found no room in time, or in the queue"),
         ("QuartetIndexGaps", "KV events of workers were lost 1 times"),

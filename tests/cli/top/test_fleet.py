@@ -91,6 +91,17 @@ def test_a_worker_that_is_gone_is_shown_for_a_while_without_load() -> None:
     assert [row.state for row in fleet.rows(200.0)] == ["ready"]
 
 
+def test_a_worker_that_comes_back_as_it_was_stays_and_can_stall() -> None:
+    fleet = Fleet()
+    fleet.take(state(worker("decode-0", num_running=1, num_steps=7)), 0.0)
+    fleet.take(state(), 1.0)
+    fleet.take(state(worker("decode-0", num_running=1, num_steps=7)), 2.0)
+    late_s = 10.0 + GONE_S
+    fleet.take(state(worker("decode-0", num_running=1, num_steps=7)), late_s)
+    assert [row.state for row in fleet.rows(late_s)] == ["ready"]
+    assert fleet.stalled_ranks(GONE_S, late_s) == [("decode-0", 0, late_s)]
+
+
 def test_steps_are_counted_by_epoch() -> None:
     fleet = Fleet()
     fleet.take(state(worker("decode-0", num_steps=1000)), 0.0)

@@ -130,7 +130,7 @@ async def test_each_router_knows_a_request_by_one_name_and_tenant(
     names = ("router.request_log", "router.prefill_for")
     lines = [record.quartet_fields for record in caplog.records if record.name in names]
     # Of the router that prefills, of the one that decodes, and of the global one.
-    assert [line.get("path") for line in lines] == ["prefill_for", None, None]
+    assert [line.get("path") for line in lines] == ["prefill_for", "generate", "generate"]
     assert len({line["request_id"] for line in lines}) == 1
     assert {line["tenant"] for line in lines} == {"client"}
 
@@ -267,7 +267,7 @@ async def test_all_routers_and_workers_put_a_request_into_one_trace(
     for trace in by_trace.values():
         [asked] = (span for span in trace if not span.parent_id)
         [reply] = (span for span in trace if span.name == "reply" and span.parent_id == asked.span_id)
-        assert [at for _, at in asked.events] == [reply.end_unix_ns]
+        assert [at for _, at, _ in asked.events] == [reply.end_unix_ns]
     relayed, placed = sorted(
         map(lines_of, by_trace.values()), key=lambda lines: "request>relay hop>request>sign" in lines
     )

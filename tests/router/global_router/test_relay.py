@@ -650,7 +650,7 @@ async def test_the_first_token_was_on_its_way_from_its_pool(make_scene: Callable
     scene.routers.scripts.update(a=[breaks(LOST, 1, 2)], b=[ends(3)])
     await scene.run()
     request, reply = spans.one("request"), spans.one("reply")
-    [(event, at)] = request.events
+    [(event, at, _)] = request.events
     assert (event, at, reply.parent_id) == ("first token", reply.end_unix_ns, request.span_id)
     first, _second = (hop for hop in relays(spans) if hop.name == "relay hop")
     assert first.begin_unix_ns <= at <= first.end_unix_ns

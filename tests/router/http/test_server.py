@@ -9,6 +9,7 @@ import re
 import socket
 import ssl
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,11 @@ from aiohttp import HttpVersion11, web
 from grpc import StatusCode
 
 from quartet.errors import ConfigError, MediaTooLargeError, MessageTooLargeError, UnauthenticatedError
+from quartet.rpc.certificate_end import certificate_end
 from quartet.rpc.channels import TlsConfig, check_pair
 from quartet.rpc.errors import STATUS as GRPC_CODES
 from quartet.rpc.server import ServerConfig
+from quartet.telemetry.targets import Target
 from router.client_address import client_address
 from router.config import RouterConfig
 from router.http import keys as keys_module
@@ -138,21 +141,26 @@ async def test_certificates_are_replaced_while_it_serves(tmp_path: Path) -> None
     first, second = CertificateAuthority(tmp_path / "one"), CertificateAuthority(tmp_path / "two")
     files = HttpTlsConfig(cert_file=tmp_path / "cert.pem", key_file=tmp_path / "key.pem")
 
-    def install(authority: CertificateAuthority) -> ssl.SSLContext:
-        issued = authority.issue("router", "quartet://default/router/router-0")
+    def install(authority: CertificateAuthority, days: int) -> ssl.SSLContext:
+        issued = authority.issue("router", "quartet://default/router/router-0", valid=timedelta(days=days))
         files.cert_file.write_bytes(issued.cert_file.read_bytes())
         files.key_file.write_bytes(issued.key_file.read_bytes())
         return ssl.create_default_context(cafile=str(issued.ca_file))
 
-    trust = install(first)
+    trust = install(first, 10)
     counted: list[bool] = []
     certificates = Certificates(files, count=counted.append)
     async with open_face(config=HttpConfig(tls=files)) as face:
         async with face.session.get("/health", ssl=trust) as response:
             assert response.status == 200
-        other = install(second)
+        first_end = face.server.certificate_end()
+        assert first_end is not None
+        other = install(second, 300)
         assert face.server._certificates is not None
+        assert face.server.certificate_end() == first_end, "it has not looked yet"
         face.server._certificates.refresh()
+        second_end = face.server.certificate_end()
+        assert second_end == certificate_end(files.cert_file.read_bytes()) != first_end
         async with aiohttp.ClientSession(f"https://127.0.0.1:{face.port}") as session:
             async with session.get("/health", ssl=other) as response:
                 assert response.status == 200
@@ -160,6 +168,7 @@ async def test_certificates_are_replaced_while_it_serves(tmp_path: Path) -> None
                 await session.get("/version", ssl=trust, headers={"Connection": "close"})
         files.cert_file.write_bytes(first.issue("router", "quartet://default/router/router-1").cert_file.read_bytes())
         face.server._certificates.refresh()  # the certificate is new already, its key is not
+        assert face.server.certificate_end() == second_end
         async with (
             aiohttp.ClientSession(f"https://127.0.0.1:{face.port}") as session,
             session.get("/health", ssl=other) as response,
@@ -557,6 +566,10 @@ async def test_with_keys_only_operators_see_what_all_tenants_do(tmp_path: Path) 
         assert status == 403 and "http.operators" in refused["error"]["message"]
         async with face.session.get("/prometheus/targets", headers=operator) as response:
             assert (response.content_type, await response.json()) == ("application/json", [])
+        near = Target(address="127.0.0.1:1", role="decode", worker_id="decode-0", namespace="here")
+        face.server._targets = lambda is_near: [near] if is_near else []
+        async with face.session.get("/prometheus/targets", headers=operator) as response:
+            assert [group["targets"] for group in await response.json()] == [["127.0.0.1:1"]]
     with pytest.raises(ConfigError, match="operators: "):
         HttpConfig(operators=("globex",))
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import yaml
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it waits for its turn, however early it comes
     settings = yaml.safe_load(Path(sys.argv[2]).read_text())
     print("started", flush=True)
-    signal.pause()
+    signal.sigwait({signal.SIGTERM})
     time.sleep(settings["late_s"])
     Path(settings["usage_log"]).write_text("written")

@@ -15,10 +15,13 @@ from cryptography.hazmat.primitives import serialization
 from typer.testing import CliRunner
 
 from cli.app import app
+from quartet.config import build
 from quartet.errors import ConfigError
+from router.config import RouterConfig
+from router.http.keys import ApiKeys
 from services.topology.host_secrets import SecretsFolder, provide_secrets
 from services.topology.hosts import Host
-from services.topology.topology import Topology, build_topology
+from services.topology.topology import Topology, build_topology, plan_routers
 
 YEAR = timedelta(days=365)
 SETTINGS = {
@@ -65,6 +68,70 @@ def test_a_host_gets_the_keys_of_its_own_processes_and_those_that_all_share(topo
         assert len({(tmp_path / "hosts" / name / key).read_bytes() for name in ("left", "right")}) == 1
     assert (tmp_path / "hosts/left/http_keys").is_file()
     assert not (tmp_path / "hosts/right/http_keys").exists()
+
+
+def test_who_operates_and_who_asks_get_an_api_key_each(topology: Topology, tmp_path: Path) -> None:
+    provide(topology, tmp_path)
+    keys = dict(line.split() for line in (tmp_path / "hosts/left/http_keys").read_text().splitlines())
+    assert keys.keys() == {"operator", "client"} and len(set(keys.values())) == 2
+    assert {kind: (tmp_path / kind / "http_key").read_text() for kind in keys} == {
+        kind: f"{key}\n" for kind, key in keys.items()
+    }
+    [plan] = plan_routers(replace(topology, host="left", secrets=tmp_path / "hosts/left"))
+    http = build(RouterConfig, plan.settings).http
+    assert http.keys_file is not None and http.operators == ("operator",)
+    of = {kind: ApiKeys(http.keys_file).find(f"Bearer {key}").tenant for kind, key in keys.items()}
+    assert of == {"operator": "operator", "client": "client"}
+
+
+def test_a_key_that_was_changed_by_hand_is_given_out_and_one_that_is_not_there_in_the_clear_is_not(
+    topology: Topology, tmp_path: Path
+) -> None:
+    provide(topology, tmp_path)
+    key, digest = "changed-0123456789", "sha256:" + "0" * 64
+    lines = [
+        "# by hand",
+        "",
+        f"operator {digest}",
+        f"acme {'a' * 16}",
+        f"client {digest} id=old",
+        f"client {key} id=new",
+    ]
+    (tmp_path / "authority/http_keys").write_text("\n".join(lines))
+    assert provide(topology, tmp_path) == ["client/http_key", "hosts/left/http_keys"]
+    assert (tmp_path / "client/http_key").read_text() == f"{key}\n"
+    assert not (tmp_path / "operator/http_key").exists()
+
+
+def test_without_http_nobody_gets_an_api_key(tmp_path: Path) -> None:
+    provide(build_topology({**SETTINGS, "router": {"hosts": ["left"]}}), tmp_path)
+    assert {path.parent.name for path in tmp_path.rglob("http_key*")} == {"authority"}
+
+
+def test_who_looks_for_routers_gets_a_certificate_and_a_password_that_no_host_has(
+    topology: Topology, tmp_path: Path
+) -> None:
+    provide(topology, tmp_path)
+    password = (tmp_path / "authority/etcd/reader_password").read_bytes()
+    for kind in ("operator", "client"):
+        of_etcd = tmp_path / kind / "etcd"
+        assert {path.name for path in of_etcd.iterdir()} == {"ca.pem", "client.pem", "client.key", "password"}
+        assert (of_etcd / "ca.pem").read_bytes() == (tmp_path / "etcd/ca.pem").read_bytes()
+        assert (of_etcd / "password").read_bytes() == password
+        assert stat.S_IMODE((of_etcd / "password").stat().st_mode) == 0o600
+    assert [path for path in (tmp_path / "hosts").rglob("*") if path.is_file() and path.read_bytes() == password] == []
+    (tmp_path / "authority/etcd/reader_password").unlink()
+    assert provide(topology, tmp_path) == [
+        "authority/etcd/reader_password",
+        "operator/etcd/password",
+        "client/etcd/password",
+    ]
+    assert (tmp_path / "client/etcd/password").read_bytes() != password
+
+
+def test_where_etcd_has_no_users_who_looks_for_routers_gets_nothing_to_write_with(tmp_path: Path) -> None:
+    provide(build_topology({**SETTINGS, "discovery": {"etcd": {"endpoints": ["127.0.0.1:2379"]}}}), tmp_path)
+    assert not (tmp_path / "operator/etcd").exists() and not (tmp_path / "client/etcd").exists()
 
 
 def test_nothing_is_missing_of_what_a_share_asks_for(topology: Topology, tmp_path: Path) -> None:
@@ -222,7 +289,9 @@ def test_what_the_docs_remove_to_lock_out_a_host_leaves_the_others_nothing_that_
     provide(build_topology(SETTINGS), tmp_path)
     after = contents(tmp_path)
     assert after.keys() == {name for name in before if not name.startswith("hosts/third/")}
-    assert [name for name, content in after.items() if content == before[name]] == ["authority/etcd/root_password"]
+    of_readers = {"authority/etcd/reader_password", "operator/etcd/password", "client/etcd/password"}
+    same = {name for name, content in after.items() if content == before[name]}
+    assert same == {"authority/etcd/root_password", *of_readers}, "no host had these"
 
 
 def test_certificates_of_an_authority_that_was_lost_are_made_anew(topology: Topology, tmp_path: Path) -> None:
@@ -244,4 +313,6 @@ def test_the_command_says_what_it_wrote_and_where_it_belongs(tmp_path: Path) -> 
     assert first.exit_code == 0, first.output
     assert str(tmp_path / "secrets/hosts/right/decode-1.pem") in first.output.replace("\n", "")
     assert "all are there already" in second.output
-    assert "# to left" in second.output
+    assert all(
+        f"# to {name}: " in second.output for name in ("left", "right", "etcd", "who operates", "who asks for answers")
+    )

@@ -446,6 +446,15 @@ def test_certificates_of_a_run_and_certificates_of_ones_own_exclude_each_other(w
         Topology(**settings, tls=True)
 
 
+@pytest.mark.parametrize(
+    ("file", "where"), [("disagg.yaml", "router.overrides"), ("global.yaml", "global_router.router")]
+)
+def test_a_port_of_http_that_up_would_not_print_is_refused(file: str, where: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{re.escape(where)}\.http\.port: .*router\.http_port"):
+        load_topology(CONFIGS / file, [f"{where}.http.port=28000"])
+    assert load_topology(CONFIGS / file, ["router.http_port=28000"]).router.http_port == 28000
+
+
 def test_every_process_gets_its_own_certificate_and_all_of_them_one_key_for_events(tmp_path: Path) -> None:
     topology = load_topology(CONFIGS / "epd_multimodal_image.yaml", ["tls=true"])
     plans = [*plan_workers(topology, num_cores=2), plan_router(topology)]
