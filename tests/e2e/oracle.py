@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,8 +67,13 @@ class Oracle:
 
 @contextmanager
 def one_oracle() -> Iterator[Oracle]:
-    """An oracle that leaves the other cores to the workers."""
+    """The oracle, which leaves the other cores to the workers; a process loads it once, and it keeps its answers."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Oracle()
+    yield _oracle()
     torch.set_num_threads(num_threads)
+
+
+@cache
+def _oracle() -> Oracle:
+    return Oracle()

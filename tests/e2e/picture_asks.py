@@ -26,7 +26,7 @@ def picture_ask(
     *,
     before: str = "",
     question: str = QUESTION,
-    num_tokens: int = 24,
+    num_tokens: int = 12,
     num_choices: int = 1,
 ) -> Ask:
     """Greedily ``num_tokens`` about ``media``, which come after ``before`` and ahead of ``question``."""
@@ -51,7 +51,7 @@ def pictures(first: int, count: int) -> list[MediaFile]:
     return [picture(number) for number in range(first, first + count)]
 
 
-def single_asks(first: int, count: int, *, before: str = "", num_tokens: int = 24) -> list[Ask]:
+def single_asks(first: int, count: int, *, before: str = "", num_tokens: int = 12) -> list[Ask]:
     """One for each of ``count`` pictures."""
     return [picture_ask([file], before=before, num_tokens=num_tokens) for file in pictures(first, count)]
 
@@ -64,13 +64,13 @@ def mixed_picture_asks(first: int, count: int) -> list[Ask]:
     while len(asks) < count:
         one, other = pictures(number + 1, 2)
         asks += [
-            picture_ask([], question=f"What is {number} plus 25?", num_tokens=12),
+            picture_ask([], question=f"What is {number} plus 25?"),
             picture_ask([one]),
-            picture_ask([one, other], question=ORDER_QUESTION, num_tokens=12),
-            picture_ask([other, one], question=ORDER_QUESTION, num_tokens=12),
+            picture_ask([one, other], question=ORDER_QUESTION),
+            picture_ask([other, one], question=ORDER_QUESTION),
             picture_ask([shared], question=f"What is {number} plus 17?"),
-            picture_ask([other, other], num_tokens=12),
-            picture_ask([other], num_choices=3, num_tokens=12),
+            picture_ask([other, other]),
+            picture_ask([other], num_choices=3),
         ]
         number += 2
     return asks[:count]

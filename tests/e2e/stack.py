@@ -217,13 +217,11 @@ class Stack:
 
     def block_counts(self, name: str) -> BlockCounts:
         """Blocks of the pool that its load reports, by state as /metrics says."""
-        metrics = self.metrics(name)
-        return BlockCounts(*(int(metrics.value("quartet_worker_blocks", rank="0", state=state)) for state in _STATES))
+        return _block_counts(self.metrics(name))
 
     def embedding_counts(self, name: str) -> BlockCounts:
         """Blocks of its pool of embeddings, by state as /metrics says."""
-        metrics = self.metrics(name)
-        return BlockCounts(*(int(metrics.value("quartet_encode_blocks", state=state)) for state in _STATES))
+        return _embedding_counts(self.metrics(name))
 
     def wait_blocks_returned(self, *names: str, timeout_s: float) -> None:
         """Wait until no request holds a block of these workers (by default of all that run), by load and by metrics.
@@ -256,7 +254,10 @@ class Stack:
         # The worker's own word is of this moment; its metrics may be a second old, before the blocks were taken.
         load = self.load(name)
         busy = load.num_running + load.num_waiting + load.num_in_use_blocks + load.num_held_blocks
-        return busy == 0 and self.block_counts(name).is_idle and self.embedding_counts(name).is_idle
+        if busy:
+            return False
+        metrics = self.metrics(name)
+        return _block_counts(metrics).is_idle and _embedding_counts(metrics).is_idle
 
     def _loads_by_name(self, names: tuple[str, ...]) -> dict[str, tuple[object, ...]]:
         return {name: (self.load(name), self.block_counts(name), self.embedding_counts(name)) for name in names}
@@ -314,6 +315,16 @@ class Stack:
             "events_key_file": str(self._events_key_file) if self._events_key_file else None,
             "discovery": {"kind": "etcd", "etcd": {"endpoints": [self.etcd.endpoint], "namespace": "e2e"}},
         }
+
+
+def _block_counts(metrics: Metrics) -> BlockCounts:
+    samples = metrics.samples("quartet_worker_blocks")
+    return BlockCounts(*(int(samples.get(frozenset({("rank", "0"), ("state", state)}), 0)) for state in _STATES))
+
+
+def _embedding_counts(metrics: Metrics) -> BlockCounts:
+    samples = metrics.samples("quartet_encode_blocks")
+    return BlockCounts(*(int(samples.get(frozenset({("state", state)}), 0)) for state in _STATES))
 
 
 def _with(settings: dict[str, Any], overrides: Settings) -> dict[str, Any]:

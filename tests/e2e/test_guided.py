@@ -40,6 +40,7 @@ PARAMETERS = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+NOT_FOLLOWED: Any = {"type": "array", "uniqueItems": True}
 QUESTION: Any = [{"role": "user", "content": "How is the weather?"}]
 WAIT_S = 90.0
 
@@ -55,6 +56,23 @@ def guided_stack(start_stack: StartStack, tmp_path_factory: pytest.TempPathFacto
     worker = {"custom_jinja_template": str(template), "transfer.hand_off_ttl_s": 3.0}
     router = {**REMOTE_PREFILL, "http.port": free_port(), "attempts.max_attempts": 20}
     return start_stack(StackConfig(worker=worker, routers={"router": router}))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(guided_stack: Stack) -> list[tuple[object, ...]]:
+    """What is shown of each of ``asks``, all of which follow their schemas."""
+
+    async def run() -> Crowd:
+        async with QuartetClient(guided_stack.router_address) as client, Crowd(client, asks()) as crowd:
+            await crowd.finish()
+        return crowd
+
+    crowd = asyncio.run(run())
+    for answer, schema in zip(crowd.answers, SCHEMAS.values(), strict=True):
+        [choice] = answer.choices
+        assert choice.finished is not None and choice.finished.reason is FinishReason.STOP_ID
+        jsonschema.validate(json.loads(choice.text), schema)
+    return crowd.shown
 
 
 @pytest.fixture
@@ -83,16 +101,8 @@ def asks() -> list[Ask]:
 
 @pytest.mark.parametrize("path", [RequestPath.GENERATE, RequestPath.DIRECT])
 async def test_guided_answers_outlive_the_decode_that_is_killed(
-    path: RequestPath, guided_stack: Stack, client: QuartetClient
+    path: RequestPath, guided_stack: Stack, client: QuartetClient, undisturbed: list[tuple[object, ...]]
 ) -> None:
-    async with Crowd(client, asks()) as crowd:
-        await crowd.finish()
-    undisturbed = crowd.shown
-    for answer, schema in zip(crowd.answers, SCHEMAS.values(), strict=True):
-        [choice] = answer.choices
-        assert choice.finished is not None and choice.finished.reason is FinishReason.STOP_ID
-        jsonschema.validate(json.loads(choice.text), schema)
-
     decode, is_direct = guided_stack.processes["decode-0"], path is RequestPath.DIRECT
     if not is_direct:  # a placement that no worker takes up is placed again
         decode.signal(signal.SIGSTOP)
@@ -112,7 +122,7 @@ async def test_guided_answers_outlive_the_decode_that_is_killed(
 
 
 async def test_openais_client_gets_answers_of_its_schema(openai: AsyncOpenAI) -> None:
-    for name, schema in SCHEMAS.items():
+    async def ask(name: str, schema: object) -> None:
         form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
         answer = await openai.chat.completions.create(
             model="tiny", messages=QUESTION, response_format=form, max_tokens=400, seed=3
@@ -120,6 +130,8 @@ async def test_openais_client_gets_answers_of_its_schema(openai: AsyncOpenAI) ->
         [choice] = answer.choices
         assert choice.finish_reason == "stop" and choice.message.content is not None, name
         jsonschema.validate(json.loads(choice.message.content), schema)
+
+    await asyncio.gather(*(ask(name, schema) for name, schema in SCHEMAS.items()))
 
 
 @pytest.mark.parametrize(
@@ -165,73 +177,77 @@ async def test_what_can_not_be_followed_is_a_400_that_names_the_keyword(
 async def test_a_call_that_is_required_comes_and_follows_its_schema(openai: AsyncOpenAI) -> None:
     tools = [function("weather"), function("forecast")]
     named = {"type": "function", "function": {"name": "forecast"}}
-    for choice in ("required", named):
-        for seed in range(4):
-            answer = await openai.chat.completions.create(
-                model="tiny",
-                messages=QUESTION,
-                tools=tools,
-                tool_choice=choice,  # type: ignore[arg-type]
-                parallel_tool_calls=False,
-                max_tokens=200,
-                seed=seed,
-            )
-            [one] = answer.choices
-            assert one.finish_reason == "tool_calls" and one.message.tool_calls is not None
-            [call] = one.message.tool_calls
-            assert call.type == "function"
-            assert call.function.name == "forecast" or choice == "required"
-            jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
 
-
-async def test_responses_and_messages_follow_schemas_and_must_call_as_chats_do(
-    guided_stack: Stack, openai: AsyncOpenAI
-) -> None:
-    form: Any = {"type": "json_schema", "name": "where", "schema": PARAMETERS, "strict": True}
-    sampled: Any = {"extra_body": {"seed": 3}}
-    response = await openai.responses.create(
-        model="tiny", input="Where?", text={"format": form}, max_output_tokens=200, **sampled
-    )
-    jsonschema.validate(json.loads(response.output_text), PARAMETERS)
-    tool: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
-    for choice in ("required", {"type": "function", "name": "weather"}):
-        called = await openai.responses.create(
+    async def call(choice: Any, seed: int) -> None:
+        answer = await openai.chat.completions.create(
             model="tiny",
-            input="How is it?",
-            tools=[tool],
-            tool_choice=choice,  # type: ignore[arg-type]
+            messages=QUESTION,
+            tools=tools,
+            tool_choice=choice,
             parallel_tool_calls=False,
-            max_output_tokens=200,
-            **sampled,
+            max_tokens=200,
+            seed=seed,
+        )
+        [one] = answer.choices
+        assert one.finish_reason == "tool_calls" and one.message.tool_calls is not None
+        [call] = one.message.tool_calls
+        assert call.type == "function"
+        assert call.function.name == "forecast" or choice == "required"
+        jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
+
+    await asyncio.gather(*(call(choice, seed) for choice in ("required", named) for seed in range(4)))
+
+
+async def test_responses_follow_schemas_and_must_call_as_chats_do(openai: AsyncOpenAI) -> None:
+    form: Any = {"type": "json_schema", "name": "where", "schema": PARAMETERS, "strict": True}
+    tool: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
+    asked: Any = {"model": "tiny", "max_output_tokens": 200, "extra_body": {"seed": 3}}
+
+    async def answer() -> None:
+        response = await openai.responses.create(input="Where?", text={"format": form}, **asked)
+        jsonschema.validate(json.loads(response.output_text), PARAMETERS)
+
+    async def call(choice: Any) -> None:
+        called = await openai.responses.create(
+            input="How is it?", tools=[tool], tool_choice=choice, parallel_tool_calls=False, **asked
         )
         [item] = called.output
         assert item.type == "function_call" and item.name == "weather"
         jsonschema.validate(json.loads(item.arguments), PARAMETERS)
-    bad: Any = {**form, "schema": {"type": "array", "uniqueItems": True}}
+
+    await asyncio.gather(answer(), call("required"), call({"type": "function", "name": "weather"}))
+    bad: Any = {**form, "schema": NOT_FOLLOWED}
     with pytest.raises(BadRequestError, match="uniqueItems") as refused:
         await openai.responses.create(model="tiny", input="Where?", text={"format": bad}, stream=True)
     assert refused.value.param == "text.format"
 
-    url = str(openai.base_url).removesuffix("/v1/")
+
+async def test_messages_follow_schemas_and_must_call_as_chats_do(openai: AsyncOpenAI) -> None:
     import anthropic  # here: it takes two seconds of CPU, of each process that collects this file
 
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
-        asked: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 200, **sampled}
-        schema: Any = {"format": {"type": "json_schema", "schema": PARAMETERS}}
+    url = str(openai.base_url).removesuffix("/v1/")
+    asked: Any = {"model": "tiny", "messages": QUESTION, "max_tokens": 200, "extra_body": {"seed": 3}}
+    schema: Any = {"format": {"type": "json_schema", "schema": PARAMETERS}}
+    tools: Any = [{"name": "weather", "input_schema": PARAMETERS}]
+
+    async def answer() -> None:
         message = await client.messages.create(output_config=schema, **asked)
         [block] = message.content
         assert block.type == "text" and message.stop_reason == "end_turn"
         jsonschema.validate(json.loads(block.text), PARAMETERS)
-        tools: Any = [{"name": "weather", "input_schema": PARAMETERS}]
-        for chosen in ({"type": "any"}, {"type": "tool", "name": "weather"}):
-            must: Any = {**chosen, "disable_parallel_tool_use": True}
-            message = await client.messages.create(tools=tools, tool_choice=must, **asked)
-            [use] = message.content
-            assert use.type == "tool_use" and message.stop_reason == "tool_use"
-            jsonschema.validate(use.input, PARAMETERS)
-        schema["format"]["schema"] = bad["schema"]
+
+    async def call(chosen: Any) -> None:
+        must: Any = {**chosen, "disable_parallel_tool_use": True}
+        message = await client.messages.create(tools=tools, tool_choice=must, **asked)
+        [use] = message.content
+        assert use.type == "tool_use" and message.stop_reason == "tool_use"
+        jsonschema.validate(use.input, PARAMETERS)
+
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
+        await asyncio.gather(answer(), call({"type": "any"}), call({"type": "tool", "name": "weather"}))
+        bad: Any = {"format": {"type": "json_schema", "schema": NOT_FOLLOWED}}
         with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format: .*uniqueItems"):
-            await client.messages.create(output_config=schema, **asked)
+            await client.messages.create(output_config=bad, **asked)
 
 
 async def test_a_pattern_that_explodes_fails_by_name_and_leaves_nothing(

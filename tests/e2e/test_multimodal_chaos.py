@@ -203,7 +203,7 @@ def ends(crowd: Crowd) -> list[ChoiceFinished]:
 
 
 async def test_short_times_run_out_wherever_a_request_is(whole: Stack, client: QuartetClient) -> None:
-    for number, timeout_s in enumerate((0.05, 0.15, 0.4, 0.8)):
+    for number, timeout_s in enumerate((0.05, 0.2, 0.6)):
         crowds = [
             Crowd(
                 client, single_asks(1000 + 30 * number + 10 * place, 3, num_tokens=3000), path=path, timeout_s=timeout_s
@@ -290,7 +290,7 @@ async def test_a_picture_goes_where_it_was_encoded(whole: Stack, client: Quartet
 
 async def test_embeddings_that_a_client_computed_answer_like_their_picture(whole: Stack, client: QuartetClient) -> None:
     rows = Reference(tiny.CHECKPOINT).features(Image.open(io.BytesIO(FILE.data)).convert("RGB"))
-    asks = [picture_ask([file], num_tokens=48) for file in (FILE, embeddings(rows))]
+    asks = [picture_ask([file]) for file in (FILE, embeddings(rows))]
     for path in RequestPath:
         async with Crowd(client, asks, path=path) as crowd:
             await crowd.finish()
@@ -393,13 +393,13 @@ async def left(site: PictureSite, count: int) -> bool:
 
 
 async def test_an_encode_worker_that_is_killed_with_pictures_on_their_way(whole: Stack, client: QuartetClient) -> None:
-    asks = single_asks(100, 12)
+    asks = single_asks(100, 8)
     whole.freeze("encode-0")
     async with Crowd(client, asks) as crowd:
 
         def are_others_done() -> bool:
             placed = [answer for answer in crowd.answers if answer.placement is not None]
-            return len(placed) >= 4 and all(answer.finished is not None for answer in placed)
+            return len(placed) >= 2 and all(answer.finished is not None for answer in placed)
 
         await crowd.wait_for(are_others_done)
         assert not all(answer.finished for answer in crowd.answers), "no request was at the worker that was frozen"
@@ -410,8 +410,8 @@ async def test_an_encode_worker_that_is_killed_with_pictures_on_their_way(whole:
 
 
 async def test_a_prefill_that_is_killed_with_pulled_embeddings(chaos: Stack, client: QuartetClient) -> None:
-    # Seconds of work: nothing of one is cached for another.
-    asks = [picture_ask([picture(number)], before=f"{number} {LONG_TEXT}") for number in range(200, 204)]
+    # Much work for a prefill worker: nothing of one is cached for another.
+    asks = [picture_ask([picture(number)], before=f"{number} {LONG_TEXT}", num_tokens=4) for number in range(200, 204)]
     async with Crowd(client, asks) as crowd:
         await until(lambda: num_held(chaos, ["prefill-0"]) > 0, "embeddings at prefill-0")
         chaos.kill("prefill-0")
@@ -422,11 +422,16 @@ async def test_a_prefill_that_is_killed_with_pulled_embeddings(chaos: Stack, cli
 
 
 async def test_a_decode_that_is_killed_amid_answers_about_pictures(chaos: Stack, client: QuartetClient) -> None:
-    asks = [*single_asks(220, 4, num_tokens=300), picture_ask(pictures(220, 2), num_tokens=300)]
+    asks = [*single_asks(220, 3, num_tokens=120), picture_ask(pictures(220, 2), num_tokens=120)]
     crowds = {path: Crowd(client, asks, path=path) for path in RequestPath}
+    # They begin to decode side by side: none is near its end when one of each path is at work.
+    chaos.freeze(*DECODES)
     async with AsyncExitStack() as exits:
         for crowd in crowds.values():
             await exits.enter_async_context(crowd)
+        routed = crowds[RequestPath.GENERATE]
+        await routed.wait_for(lambda: all(routed.token_ids))  # the first ones, of prefill workers
+        chaos.thaw(*DECODES)
         find = partial(decode_of_all, tuple(crowds.values()))
         await asyncio.gather(*(crowd.wait_for(lambda: find() != "") for crowd in crowds.values()))
         chaos.kill(find())
@@ -466,7 +471,7 @@ async def test_an_encode_worker_that_is_killed_before_its_embeddings_are_pulled(
 async def test_all_encode_workers_are_killed_and_requests_wait_until_they_come_back(
     chaos: Stack, client: QuartetClient
 ) -> None:
-    asks, late_asks = [*single_asks(140, 8, num_tokens=48), *mixed_picture_asks(150, 1)], single_asks(160, 3)
+    asks, late_asks = [*single_asks(140, 6, num_tokens=48), *mixed_picture_asks(150, 1)], single_asks(160, 3)
 
     def num_waiting() -> float:
         return chaos.metrics("router").value("quartet_router_queued_requests")
@@ -490,7 +495,7 @@ async def test_all_encode_workers_are_killed_and_requests_wait_until_they_come_b
 
 async def test_a_drained_encode_worker_fails_no_request(whole: Stack, client: QuartetClient) -> None:
     # Each fills a pool: the others that come to its worker wait there for room.
-    asks = [picture_ask(pictures(240 + 4 * number, 4)) for number in range(5)]
+    asks = [picture_ask(pictures(240 + 4 * number, 4)) for number in range(4)]
     whole.freeze(*PREFILLS)
     async with Crowd(client, asks) as crowd:
         await until(lambda: num_held(whole, ["encode-0"]) == NUM_EMBEDDING_BLOCKS, "encode-0 full of embeddings")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import jsonschema
 import pytest
+import pytest_asyncio
 import tokenizers
 
 from quartet.engine.base import EngineRequest, FinishReason, RequestKind
@@ -19,16 +21,38 @@ from tests.engine.fakes import make_request
 from tests.engine.torch.driving import Outcome, run_all, torch_engine
 from tests.schemas import SCHEMAS, guided
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 PROMPT = range(20, 40)
 NUM_TOKENS = 400
 BOMB = guided({"type": "string", "pattern": "^(([a-z]{1,40}){1,40}){1,40}(x.*y.*z){20}$"})
 TOKENIZER = tokenizers.Tokenizer.from_file(str(tiny.CHECKPOINT / "tokenizer.json"))
 
 
-@pytest.fixture
+GRAMMARS = [guided(schema) for schema in SCHEMAS.values()]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[StepEngine]:
-    async with torch_engine(tiny.CHECKPOINT, dtype="float32", num_blocks=4096, follows_grammars=True) as engine:
+    async with guided_engine() as engine:
         yield engine
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def own_engine() -> AsyncIterator[StepEngine]:
+    """Which has compiled no grammar yet, and keeps none that has failed from other tests."""
+    async with guided_engine() as engine:
+        yield engine
+
+
+def guided_engine() -> AbstractAsyncContextManager[StepEngine]:
+    return torch_engine(tiny.CHECKPOINT, dtype="float32", num_blocks=4096, follows_grammars=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def undisturbed(engine: StepEngine) -> list[Outcome]:
+    """Of each of ``GRAMMARS``."""
+    return await run_all(engine, [ask(grammar) for grammar in GRAMMARS])
 
 
 def ask(grammar: GuidedDecoding | None, seed: int = 7, shown: Sequence[int] = (), **sampling: object) -> EngineRequest:
@@ -42,36 +66,42 @@ def text_of(outcome: Outcome) -> str:
     return text
 
 
-async def test_answers_whose_worker_dies_after_every_kth_token_are_those_of_an_undisturbed_run(
-    engine: StepEngine,
-) -> None:
-    grammars = [guided(schema) for schema in SCHEMAS.values()]
-    undisturbed = await run_all(engine, [ask(grammar) for grammar in grammars])
+async def test_answers_follow_their_schemas_and_end_by_themselves(undisturbed: list[Outcome]) -> None:
     for schema, outcome in zip(SCHEMAS.values(), undisturbed, strict=True):
         assert outcome.finished is not None and outcome.finished.reason is FinishReason.STOP_ID
         jsonschema.validate(json.loads(text_of(outcome)), schema)
-    shown: dict[tuple[int, int], list[int]] = {(k, number): [] for k in (1, 5) for number in range(len(grammars))}
-    going = list(shown)
-    while going:
-        # Each attempt knows only what was shown, and gives k more tokens before its worker is gone.
-        attempts = [
-            ask(grammars[number], shown=shown[k, number], max_tokens=len(shown[k, number]) + k) for k, number in going
-        ]
-        outcomes = await run_all(engine, attempts)
-        for chain, outcome in zip(going, outcomes, strict=True):
-            shown[chain] += outcome.token_ids
-        reasons = [outcome.finished.reason for outcome in outcomes if outcome.finished is not None]
-        going = [chain for chain, reason in zip(going, reasons, strict=True) if reason is FinishReason.LENGTH]
-    for (k, number), token_ids in shown.items():
-        assert token_ids == undisturbed[number].token_ids, f"k = {k}"
 
 
-async def test_prefill_samples_the_first_token_under_the_grammar(engine: StepEngine) -> None:
-    grammars = [guided(schema) for schema in SCHEMAS.values()]
-    whole = await run_all(engine, [ask(grammar) for grammar in grammars])
-    prefills = await run_all(engine, [replace(ask(grammar), kind=RequestKind.PREFILL) for grammar in grammars])
+@pytest.mark.parametrize("k", [1, 5])
+async def test_answers_whose_worker_dies_after_every_kth_token_are_those_of_an_undisturbed_run(
+    k: int, engine: StepEngine, undisturbed: list[Outcome]
+) -> None:
+    # Each attempt knows only what was shown, and gives k more tokens before its worker is gone. All run at once: if
+    # each goes on as the undisturbed run does, so do they one after the other.
+    attempts = [
+        (number, first) for number, outcome in enumerate(undisturbed) for first in range(0, len(outcome.token_ids), k)
+    ]
+    outcomes = await run_all(
+        engine,
+        [
+            ask(GRAMMARS[number], shown=undisturbed[number].token_ids[:first], max_tokens=first + k)
+            for number, first in attempts
+        ],
+    )
+    for (number, first), outcome in zip(attempts, outcomes, strict=True):
+        whole = undisturbed[number].token_ids
+        assert outcome.token_ids == whole[first : first + k], f"grammar {number}, from token {first} on"
+        assert outcome.finished is not None
+        is_last = first + k >= len(whole)
+        assert outcome.finished.reason is (FinishReason.STOP_ID if is_last else FinishReason.LENGTH)
+
+
+async def test_prefill_samples_the_first_token_under_the_grammar(
+    engine: StepEngine, undisturbed: list[Outcome]
+) -> None:
+    prefills = await run_all(engine, [replace(ask(grammar), kind=RequestKind.PREFILL) for grammar in GRAMMARS])
     first_ids = [outcome.prefilled.token_id for outcome in prefills if outcome.prefilled is not None]
-    assert first_ids == [outcome.token_ids[0] for outcome in whole]
+    assert first_ids == [outcome.token_ids[0] for outcome in undisturbed]
 
 
 async def test_grammars_of_all_kinds_and_free_requests_share_a_batch(engine: StepEngine) -> None:
@@ -120,7 +150,10 @@ async def test_log_probabilities_are_the_models_own(engine: StepEngine) -> None:
 
 
 @pytest.mark.parametrize("kind", RequestKind)
-async def test_a_grammar_that_fails_while_it_runs_ends_its_request_alone(kind: RequestKind, engine: StepEngine) -> None:
+async def test_a_grammar_that_fails_while_it_runs_ends_its_request_alone(
+    kind: RequestKind, own_engine: StepEngine
+) -> None:
+    engine = own_engine
     others = [ask(guided(SCHEMAS["person"])), ask(None, max_tokens=20)]
     # The bomb goes off after its first tokens; for prefill they were shown already.
     [before] = await run_all(engine, [ask(BOMB)], may_fail=True)
@@ -133,7 +166,8 @@ async def test_a_grammar_that_fails_while_it_runs_ends_its_request_alone(kind: R
     assert stats.num_held_blocks == stats.num_in_use_blocks == 0
 
 
-async def test_what_can_not_be_compiled_is_refused_and_what_was_cancelled_ends(engine: StepEngine) -> None:
+async def test_what_can_not_be_compiled_is_refused_and_what_was_cancelled_ends(own_engine: StepEngine) -> None:
+    engine = own_engine
     refused, cancelled = ask(guided({"uniqueItems": True})), ask(guided(SCHEMAS["tuple"]))
     unlucky = ask(GuidedDecoding(GrammarKind.REGEX, "a"), shown=[300])  # a token that the grammar does not allow
     for request in (refused, cancelled, unlucky):
@@ -163,19 +197,18 @@ async def test_an_engine_without_grammars_says_so() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_on_a_gpu_guided_and_free_rows_share_graphs_and_go_on_after_any_token(dtype: str) -> None:
-    grammars = [guided(schema) for schema in SCHEMAS.values()]
     async with torch_engine(
         tiny.CHECKPOINT, dtype=dtype, device="cuda:0", num_blocks=4096, follows_grammars=True
     ) as engine:
         free = [ask(None, seed=seed, max_tokens=60, ignore_eos=True) for seed in range(3)]
-        outcomes = await run_all(engine, [*map(ask, grammars), *free])
+        outcomes = await run_all(engine, [*map(ask, GRAMMARS), *free])
         for schema, outcome in zip(SCHEMAS.values(), outcomes, strict=False):
             assert outcome.finished is not None and outcome.finished.reason is FinishReason.STOP_ID
             jsonschema.validate(json.loads(text_of(outcome)), schema)
-        assert all(len(outcome.token_ids) == 60 for outcome in outcomes[len(grammars) :])
-        cuts = [outcome.token_ids[:8] for outcome in outcomes[: len(grammars)]]
+        assert all(len(outcome.token_ids) == 60 for outcome in outcomes[len(GRAMMARS) :])
+        cuts = [outcome.token_ids[:8] for outcome in outcomes[: len(GRAMMARS)]]
         resumed = await run_all(
-            engine, [ask(grammar, shown=shown) for grammar, shown in zip(grammars, cuts, strict=True)]
+            engine, [ask(grammar, shown=shown) for grammar, shown in zip(GRAMMARS, cuts, strict=True)]
         )
     for schema, shown, outcome in zip(SCHEMAS.values(), cuts, resumed, strict=True):
         jsonschema.validate(json.loads(TOKENIZER.decode([*shown, *outcome.token_ids])), schema)
