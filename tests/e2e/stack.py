@@ -290,7 +290,8 @@ class Stack:
             "worker_id": name,
             "model_name": tiny.NAME,
             "model_path": str(tiny.CHECKPOINT),
-            "engine": {"num_threads": 1, "num_blocks": 512, "dtype": "float32"},
+            # A start takes all of their memory, and the end gives it back: that is most of what a worker costs.
+            "engine": {"num_threads": 1, "num_blocks": 256, "dtype": "float32"},
             "drain_timeout_s": 20.0,
         }
         role = self.config.roles.get(name.partition("-")[0], {})

@@ -42,9 +42,12 @@ WORKER_IDS = {
 #: What the commands of these processes hold.
 PARTS = {"prefill-0": "-m services.prefill", "router": "-m router", "etcd": "--data-dir="}
 FREE_PORT = ("--set", "router.port=0")
+#: Of tests that need no more: a start takes the memory of all blocks, the most of what it costs.
+FEW_BLOCKS = ("--set", "engine.num_blocks=160")
 ENDLESS = Sampling(ignore_eos=True, max_tokens=3000)
 NUM_TOKENS = 32  # asked for by the lines to paste
-NUM_PASTES = 3
+NUM_PASTES = 3  # at most
+MIN_SHARE = 0.9
 #: Of tokens alone where every process waits for a CPU; an answer that is kept until its end has 1 / NUM_TOKENS.
 MIN_SHARE_OVERLOADED = 0.2
 #: They differ from others by their workers alone: what is printed for them is what is printed for those.
@@ -97,7 +100,7 @@ async def begin_endless(client: QuartetClient, held: list[object]) -> None:
     held.append(stream)
 
 
-async def check_it_serves(up: Up, name: str, grpcurl: Path | None) -> None:
+async def check_it_serves(up: Up, name: str, grpcurl: Path | None, *, is_mock: bool) -> None:
     """Paste every line that was printed."""
     generated = await up.paste("quartet generate ")
     assert generated.code == 0, generated.err
@@ -107,7 +110,7 @@ async def check_it_serves(up: Up, name: str, grpcurl: Path | None) -> None:
     assert rows.keys() == WORKER_IDS[name]
     assert all(" ready " in row for row in rows.values())
     await asyncio.to_thread(check_it_places, up.router_address)
-    if name != "mock_fleet":
+    if not is_mock:
         await check_it_answers(up.router_address)
     if grpcurl is not None:
         await check_tokens_come_one_by_one(up)
@@ -135,8 +138,10 @@ async def check_tokens_come_one_by_one(up: Up) -> None:
         stopwatch = Stopwatch()
         shares.append(await share_of_tokens_alone(up))
         stalled_shares.append(stopwatch.stalled_share)
+        if shares[-1] >= MIN_SHARE:
+            return
     is_overloaded = min(stalled_shares) > 0.5
-    assert max(shares) >= (MIN_SHARE_OVERLOADED if is_overloaded else 0.9), (shares, stalled_shares)
+    assert max(shares) >= (MIN_SHARE_OVERLOADED if is_overloaded else MIN_SHARE), (shares, stalled_shares)
 
 
 async def share_of_tokens_alone(up: Up) -> float:
@@ -169,14 +174,16 @@ async def check_greedy_ids(up: Up, oracle: Oracle) -> None:
 async def test_a_topology_serves_what_it_prints_and_ends_whole(
     name: str, directory: Path, grpcurl_if_any: Path | None, oracle: Oracle, fork_server: ForkServer
 ) -> None:
-    async with Up(directory, config(name), *FREE_PORT, python=fork_server.python) as up:
+    is_mock = name == "mock_fleet"
+    options = (*FREE_PORT, *FEW_BLOCKS) if name in LIKE_OTHERS else FREE_PORT
+    async with Up(directory, config(name), *options, python=fork_server.python) as up:
         await up.wait_ready()
         expected = sorted(["router", *(f"services.{worker_id.partition('-')[0]}" for worker_id in WORKER_IDS[name])])
         assert modules(up) == expected
         assert sum(map(is_own_etcd, up.processes().values())) == 1
         if name not in LIKE_OTHERS:
-            await check_it_serves(up, name, grpcurl_if_any)
-        if name != "mock_fleet":
+            await check_it_serves(up, name, grpcurl_if_any, is_mock=is_mock)
+        if not is_mock:
             await check_greedy_ids(up, oracle)
         assert await up.end(signal.SIGINT) < ALL_GONE_WITHIN_S
         assert "stacktrace" not in up.log
@@ -186,11 +193,13 @@ async def test_a_topology_serves_what_it_prints_and_ends_whole(
 async def test_an_etcd_that_runs_already_is_used_and_left_alone_and_answers_do_not_hold_up_the_end(
     directory: Path, etcd: EtcdServer, grpcurl_if_any: Path | None, fork_server: ForkServer
 ) -> None:
+    # The mock's steps only wait: eight answers that go on until a drain's end took four seconds of CPU with a model.
+    options = ("--engine", "mock", *FREE_PORT)
     variables = {"ETCD_ENDPOINTS": etcd.endpoint}
-    async with Up(directory, config("disagg"), *FREE_PORT, variables=variables, python=fork_server.python) as up:
+    async with Up(directory, config("disagg"), *options, variables=variables, python=fork_server.python) as up:
         await up.wait_ready()
         assert not any(map(is_own_etcd, up.processes().values()))
-        await check_it_serves(up, "disagg", grpcurl_if_any)
+        await check_it_serves(up, "disagg", grpcurl_if_any, is_mock=True)
         async with QuartetClient(up.router_address) as client:
             running = [asyncio.create_task(client.complete("The sea", sampling=ENDLESS)) for _ in range(8)]
             await begin_endless(client, [])
@@ -220,7 +229,7 @@ async def test_ctrl_c_ends_what_streams_and_a_second_one_at_once(directory: Path
 async def test_a_process_that_dies_is_started_again_and_a_dead_up_takes_all_along(
     directory: Path, fork_server: ForkServer
 ) -> None:
-    async with Up(directory, config("disagg"), *FREE_PORT, python=fork_server.python) as up:
+    async with Up(directory, config("disagg"), *FREE_PORT, *FEW_BLOCKS, python=fork_server.python) as up:
         await up.wait_ready()
         before = up.processes()
         killed = {name: one(up, part) for name, part in PARTS.items()}
@@ -269,7 +278,7 @@ async def test_with_fail_fast_a_process_that_dies_ends_all_and_is_named(
 async def test_a_topology_for_gpus_runs_on_a_laptop_with_another_engine_and_model(
     directory: Path, fork_server: ForkServer
 ) -> None:
-    options = ("--engine", "torch", "--model", "models/tiny", *FREE_PORT)
+    options = ("--engine", "torch", "--model", "models/tiny", *FREE_PORT, *FEW_BLOCKS)
     async with Up(directory, config("trtllm/disagg"), *options, python=fork_server.python) as up:
         await up.wait_ready()
         assert "workers[0].gpus: left out" in up.log
