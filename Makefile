@@ -60,7 +60,8 @@ test-long: setup tools  ## Run what test-bench and test-chaos run at once, as th
 	$(PYTEST) -m "bench or chaos" tests/benchmarks tests/chaos
 
 test-trtllm: setup tools  ## Start each topology for TensorRT-LLM on its stand-in, as 1.2 and as 1.4, and disturb some; about 4 minutes
-	$(PYTEST) --dist load -m trtllm tests/e2e/test_trtllm_topologies.py tests/cli/doctor/test_live.py
+	$(PYTEST) --dist load -m trtllm tests/e2e/test_trtllm_topologies.py tests/e2e/test_trtllm.py \
+	  tests/cli/doctor/test_live.py
 	$(PYTEST) -m trtllm tests/e2e/test_trtllm_chaos.py
 
 test-clients: setup tools  ## Drive HTTP with aiperf and guidellm, in environments of their own (7 GB); about 2 minutes

@@ -51,6 +51,7 @@ _IMPORTED = (
     "quartet.engine.torch.runner",
     "quartet.engine.torch.encoder_tower",
     "router.process",
+    "router.global_router.process",
     "cli.up",
     "cli.generate",
     "cli.workers",
@@ -141,7 +142,8 @@ class ForkServer:
         program = directory / "python"
         program.write_text(
             '#!/bin/sh\ncase "$1 $2" in\n'
-            f'"-m services."*|"-m benchmarks."*|"-m router"|"-m {_DOCTOR}"|"-m {_QUARTET}") {forked} "$@" ;;\n'
+            '"-m services."*|"-m benchmarks."*|"-m router"|"-m router.global_router"|'
+            f'"-m {_DOCTOR}"|"-m {_QUARTET}") {forked} "$@" ;;\n'
             f'*) {real} "$@" ;;\nesac\n'
         )
         program.chmod(0o755)

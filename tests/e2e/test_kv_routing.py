@@ -18,8 +18,8 @@ from tests.e2e.stack import Stack, StackConfig
 
 WORKERS = ("decode-0", "decode-1")
 CALL_TIMEOUT_S, EXACT_S, POLL_S = 60.0, 90.0, 0.05
-BLOCK_SIZE, NUM_BLOCKS = 32, 64
-NUM_PREFIXES, PREFIX_TOKENS, OWN_TOKENS = 6, 160, 48
+BLOCK_SIZE, NUM_BLOCKS = 16, 64
+NUM_PREFIXES, PREFIX_TOKENS, OWN_TOKENS = 6, 80, 24
 SAMPLING = Sampling(max_tokens=4, ignore_eos=True)
 
 

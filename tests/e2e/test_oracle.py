@@ -20,7 +20,7 @@ from tests.e2e.stack import Stack
 
 # Around the block size of 32, and a prompt of many blocks.
 LENGTHS = (1, 2, 31, 32, 33, 64, 100, 300)
-NUM_TOKENS = 16
+NUM_TOKENS = 8
 PROMPT = "Once upon a time"
 ROUTERS = ("router", "router-local")
 

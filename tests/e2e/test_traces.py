@@ -39,8 +39,8 @@ SHORT = Sampling(max_tokens=6, ignore_eos=True)
 ROUTERS = ("router", "router-local")
 PATHS = tuple(RequestPath)
 PARENT_ID = "b7ad" * 4
-NUM_LONG_TOKENS = 300
-LONG = Sampling(max_tokens=NUM_LONG_TOKENS, ignore_eos=True)
+# Of an answer that is disturbed: by a model that computes, and by an engine that waits.
+NUM_COMPUTED_TOKENS, NUM_WAITED_TOKENS = 120, 300
 # Of configs/global.yaml: which pools get it.
 TO_FAST: GenerateFields = {"ttft_target_s": 0.1, "itl_target_s": 0.01}
 TO_SLOW: GenerateFields = {"ttft_target_s": 0.9, "itl_target_s": 0.04}
@@ -125,7 +125,7 @@ async def ask_pools(directory: Path, fork_server: ForkServer, receiver: OtlpRece
 async def move(up: Up, client: QuartetClient) -> str:
     """The pool of a request is killed once its answer has begun."""
     request_id, is_killed = "", False
-    async for part in client.generate(PROMPT, sampling=LONG, **TO_SLOW):
+    async for part in client.generate(PROMPT, sampling=long(NUM_WAITED_TOKENS), **TO_SLOW):
         match part:
             case Accepted(request_id=request_id):
                 pass
@@ -133,8 +133,12 @@ async def move(up: Up, client: QuartetClient) -> str:
                 is_killed = True
                 up.kill("router-decode-slow", "decode-1")
             case ChoiceFinished(usage=usage):
-                assert usage.num_output_tokens == NUM_LONG_TOKENS
+                assert usage.num_output_tokens == NUM_WAITED_TOKENS
     return request_id
+
+
+def long(num_tokens: int) -> Sampling:
+    return Sampling(max_tokens=num_tokens, ignore_eos=True)
 
 
 def lines_of(log: Path) -> list[Mapping[str, object]]:
@@ -186,7 +190,7 @@ async def migrate(stack: Stack) -> str:
     """The decode worker of a request is killed once its answer has begun."""
     request_id = worker = ""
     async with QuartetClient(stack.processes["router-local"].grpc_address) as client:
-        async for part in client.generate(PROMPT, sampling=LONG):
+        async for part in client.generate(PROMPT, sampling=long(NUM_COMPUTED_TOKENS)):
             match part:
                 case Accepted(request_id=request_id, choices=[placement]):
                     worker = placement.decode.worker_id
@@ -194,7 +198,7 @@ async def migrate(stack: Stack) -> str:
                     stack.kill(worker)
                     worker = ""
                 case ChoiceFinished(usage=usage):
-                    assert (usage.num_output_tokens, usage.num_attempts) == (NUM_LONG_TOKENS, 2)
+                    assert (usage.num_output_tokens, usage.num_attempts) == (NUM_COMPUTED_TOKENS, 2)
     return request_id
 
 

@@ -122,22 +122,21 @@ async def test_both_answer_as_grpc_does_whole_and_streamed(
 async def test_an_answer_that_ends_by_itself_or_by_a_stop_sequence_says_so(
     responses: AsyncOpenAI, messages: AsyncAnthropic
 ) -> None:
-    ended = await messages.messages.create(model=MODEL, messages=MESSAGES, max_tokens=400, **GREEDY)
+    asked: Any = [{"role": "user", "content": "What can you do?"}]
+    ended = await messages.messages.create(model=MODEL, messages=asked, max_tokens=400, **GREEDY)
     [block] = ended.content
     assert block.type == "text"
     assert (ended.stop_reason, ended.stop_sequence) == ("end_turn", None)
     word = block.text.split()[4]
     async with messages.messages.stream(
-        model=MODEL, messages=MESSAGES, max_tokens=400, stop_sequences=["nowhere to be found", word], **GREEDY
+        model=MODEL, messages=asked, max_tokens=400, stop_sequences=["nowhere to be found", word], **GREEDY
     ) as stream:
         stopped = await stream.get_final_message()
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", word)
     [cut] = stopped.content
     assert cut.type == "text" and cut.text == block.text[: block.text.index(word)]
 
-    async with responses.responses.stream(
-        model=MODEL, input=QUESTION, instructions="Be kind.", temperature=0
-    ) as events:
+    async with responses.responses.stream(model=MODEL, input=asked, instructions="Be kind.", temperature=0) as events:
         response = await events.get_final_response()
     assert (response.status, response.incomplete_details) == ("completed", None)
     assert len(response.output_text) > 20
@@ -233,27 +232,28 @@ async def test_streams_survive_the_death_of_their_decode_worker(
 
     async def pieces_of_response() -> AsyncIterator[str]:
         stream = await responses.responses.create(
-            model=MODEL, input=QUESTION, max_output_tokens=200, stream=True, **sampled
+            model=MODEL, input=QUESTION, max_output_tokens=100, stream=True, **sampled
         )
         async for event in stream:
             if event.type == "response.output_text.delta":
                 yield event.delta
 
     async def pieces_of_message() -> AsyncIterator[str]:
-        async with messages.messages.stream(model=MODEL, messages=MESSAGES, max_tokens=200, **sampled) as stream:
+        async with messages.messages.stream(model=MODEL, messages=MESSAGES, max_tokens=100, **sampled) as stream:
             async for piece in stream.text_stream:
                 yield piece
 
+    undisturbed = "".join([piece async for piece in pieces_of_response()])
     for pieces in (pieces_of_response, pieces_of_message):
-        undisturbed = "".join([piece async for piece in pieces()])
         text, killed = "", ""
         async for piece in pieces():
             text += piece
-            if not killed and len(text) > 40:
+            if not killed and len(text) > 20:
                 killed = await decoding(http_stack)
                 await asyncio.to_thread(http_stack.kill, killed)
         assert killed and text == undisturbed
-        await asyncio.to_thread(http_stack.spawn, killed)
+        if pieces is pieces_of_response:
+            await asyncio.to_thread(http_stack.spawn, killed)
 
 
 async def decoding(stack: Stack) -> str:
