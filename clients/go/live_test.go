@@ -69,7 +69,8 @@ func dialAs(t *testing.T, fleet *live, address, cert, key string) *quartet.Clien
 	return client
 }
 
-// awaitRunning waits until so many requests run at workers, by their reports.
+// awaitRunning waits until so many requests run at decode workers, by their reports. One that Prefill has just ended may
+// still be in its last report.
 func awaitRunning(t *testing.T, operator *quartet.Client, wanted uint32) {
 	t.Helper()
 	ctx := testContext(t)
@@ -85,6 +86,9 @@ func awaitRunning(t *testing.T, operator *quartet.Client, wanted uint32) {
 		}
 		total := uint32(0)
 		for _, worker := range message.GetUpdated() {
+			if worker.GetRecord().GetRole() != pb.WorkerRole_WORKER_ROLE_DECODE {
+				continue
+			}
 			running[worker.GetRecord().GetWorkerId()] = 0
 			for _, rank := range worker.GetLoad().GetRanks() {
 				running[worker.GetRecord().GetWorkerId()] += rank.GetNumRunning()
