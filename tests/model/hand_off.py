@@ -365,7 +365,6 @@ class World:
             enter(mock.patch.object(module, "keep_freed_memory", lambda: None))
         enter(mock.patch.object(router.fleet, "host_identity", lambda: _HOST))
         enter(mock.patch.object(services.workers.process, "host_identity", lambda: _HOST))
-        enter(mock.patch.object(services.workers.process, "CollectorRegistry", lambda: None))
         enter(mock.patch.object(services.workers.process, "WorkerMetrics", lambda _registry: self._metrics[0]))
         enter(
             mock.patch.object(WorkerMetrics, "watch_engine", lambda _metrics, _read: None)
