@@ -73,7 +73,7 @@ async def client(chaos: Stack) -> AsyncIterator[QuartetClient]:
 def decoding_asks(name: str) -> list[Ask]:
     # Answers longer than prompts: several requests must decode at once when something is broken, on a busy machine too.
     # A step takes twice the CPU where sequences have some four hundred tokens.
-    return mixed_asks(name, NUM_STREAMS, num_prompt_tokens=range(20, 120), num_tokens=range(64, 89))
+    return mixed_asks(name, NUM_STREAMS, num_prompt_tokens=range(20, 120), num_tokens=range(128, 161))
 
 
 def prefilling_asks(name: str) -> list[Ask]:
@@ -211,7 +211,7 @@ async def test_requests_move_away_from_a_frozen_decode_which_gets_none_until_it_
 
 
 async def test_a_drained_decode_hands_on_what_it_does_not_end_and_leaves(whole: Stack, client: QuartetClient) -> None:
-    asks = mixed_asks("drain", 4, num_prompt_tokens=range(20, 60), num_tokens=range(160, 161))
+    asks = mixed_asks("drain", 4, num_prompt_tokens=range(20, 60), num_tokens=range(200, 201))
     async with Crowd(client, asks) as crowd:
         await crowd.wait_for(lambda: all(len(answer.token_ids) > 2 for answer in crowd.answers))
         decode = await busy_one(crowd, DECODES, 2)

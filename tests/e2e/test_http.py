@@ -196,7 +196,7 @@ async def test_prometheus_is_told_of_all_processes_and_each_shows_vllms_names(
 
 async def test_a_stream_survives_the_death_of_its_decode_worker(http_stack: Stack, openai: AsyncOpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": QUESTION, "seed": 3, "stream": True}
-    limits: Any = {"temperature": 1.0, "max_tokens": 100, "extra_body": {"ignore_eos": True}}
+    limits: Any = {"temperature": 1.0, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
 
     async def read(kills: bool) -> str:
         text = ""

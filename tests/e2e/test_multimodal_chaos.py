@@ -422,7 +422,7 @@ async def test_a_prefill_that_is_killed_with_pulled_embeddings(chaos: Stack, cli
 
 
 async def test_a_decode_that_is_killed_amid_answers_about_pictures(chaos: Stack, client: QuartetClient) -> None:
-    asks = [*single_asks(220, 3, num_tokens=120), picture_ask(pictures(220, 2), num_tokens=120)]
+    asks = [*single_asks(220, 3, num_tokens=300), picture_ask(pictures(220, 2), num_tokens=300)]
     crowds = {path: Crowd(client, asks, path=path) for path in RequestPath}
     # They begin to decode side by side: none is near its end when one of each path is at work.
     chaos.freeze(*DECODES)

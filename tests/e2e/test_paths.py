@@ -351,7 +351,7 @@ async def with_stop_strings(client: QuartetClient, asks: Sequence[Ask]) -> list[
 
 
 async def test_no_client_notices_that_a_decode_worker_is_killed(paths_stack: Stack, client: QuartetClient) -> None:
-    mixed = mixed_asks("killed", 5, num_prompt_tokens=range(20, 60), num_tokens=range(90, 110))
+    mixed = mixed_asks("killed", 5, num_prompt_tokens=range(20, 60), num_tokens=range(160, 200))
     asks = [*await with_stop_strings(client, mixed[:2]), mixed[2], replace(mixed[3], num_choices=2), mixed[4]]
     async with AsyncExitStack() as exits:
         crowds = {path: await exits.enter_async_context(Crowd(client, asks, path=path)) for path in RequestPath}
@@ -371,7 +371,7 @@ async def test_no_client_notices_that_a_decode_worker_is_killed(paths_stack: Sta
 
 
 async def test_answers_that_come_directly_outlive_their_router(paths_stack: Stack) -> None:
-    asks = mixed_asks("router dies", 2, num_prompt_tokens=range(20, 60), num_tokens=range(100, 110))
+    asks = mixed_asks("router dies", 2, num_prompt_tokens=range(20, 60), num_tokens=range(200, 220))
     router = paths_stack.processes["router-local"].grpc_address
     async with QuartetClient(router) as client, Crowd(client, asks, path=RequestPath.DIRECT) as crowd:
         await crowd.wait_for(lambda: all(len(answer.token_ids) > 2 for answer in crowd.answers))

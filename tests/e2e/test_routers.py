@@ -62,7 +62,7 @@ BY_ROUTER = (RequestPath.GENERATE, RequestPath.SESSION)
 
 def asks_for(text: str) -> list[Ask]:
     """Greedy and sampled ones, one with two choices, and one that ends late by a stop string of its ``text``."""
-    asks = mixed_asks("router dies", 4, num_prompt_tokens=range(20, 60), num_tokens=range(90, 100))
+    asks = mixed_asks("router dies", 4, num_prompt_tokens=range(20, 60), num_tokens=range(150, 170))
     asks[1] = replace(asks[1], num_choices=2)
     if text:
         asks[LATE] = replace(asks[LATE], stop=(text[len(text) * 3 // 4 :][:6],))

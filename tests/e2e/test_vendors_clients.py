@@ -232,14 +232,14 @@ async def test_streams_survive_the_death_of_their_decode_worker(
 
     async def pieces_of_response() -> AsyncIterator[str]:
         stream = await responses.responses.create(
-            model=MODEL, input=QUESTION, max_output_tokens=100, stream=True, **sampled
+            model=MODEL, input=QUESTION, max_output_tokens=200, stream=True, **sampled
         )
         async for event in stream:
             if event.type == "response.output_text.delta":
                 yield event.delta
 
     async def pieces_of_message() -> AsyncIterator[str]:
-        async with messages.messages.stream(model=MODEL, messages=MESSAGES, max_tokens=100, **sampled) as stream:
+        async with messages.messages.stream(model=MODEL, messages=MESSAGES, max_tokens=200, **sampled) as stream:
             async for piece in stream.text_stream:
                 yield piece
 
