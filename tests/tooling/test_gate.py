@@ -53,7 +53,30 @@ def test_a_machine_that_has_all_gets_nothing(machine: Machine) -> None:
         machine.install(name, "")
     assert machine.run(".ci/run").returncode == 0
     assert machine.calls("apt-get") == []
-    assert machine.calls("make") == ["setup", "-j2 --output-sync -k lint", "tools", "test", "test-long"]
+    first, last = ["setup", "-j2 --output-sync -k lint-rest", "tools"], ["test-long"]
+    called = machine.calls("make")
+    assert called[:3] == first and called[5:] == last
+    assert sorted(called[3:5]) == ["lint-types", "test"]
+
+
+def test_a_wrong_type_fails_the_gate_once_the_tests_are_done(machine: Machine) -> None:
+    for name in ("etcd", "grpcurl", "go", "node", "npm", "chromium", "chromedriver", "systemd-analyze"):
+        machine.install(name, "")
+    machine.install("make", 'if [ "$1" = lint-types ]; then echo "error: a wrong type"; exit 2; fi')
+    ran = machine.run(".ci/run")
+    assert ran.returncode != 0
+    assert ran.stdout.splitlines()[-1] == "error: a wrong type"
+    assert "test" in machine.calls("make") and "test-long" not in machine.calls("make")
+
+
+def test_what_mypy_says_is_shown_where_tests_fail(machine: Machine) -> None:
+    for name in ("etcd", "grpcurl", "go", "node", "npm", "chromium", "chromedriver", "systemd-analyze"):
+        machine.install(name, "")
+    machine.install("make", 'case "$1" in lint-types) echo "no wrong type";; test) echo "a test failed"; exit 2;; esac')
+    ran = machine.run(".ci/run")
+    assert ran.returncode != 0
+    assert {"a test failed", "no wrong type"} <= set(ran.stdout.splitlines())
+    assert "test-long" not in machine.calls("make")
 
 
 def test_a_gate_without_grpcurl_says_so_and_runs_no_test(machine: Machine) -> None:
@@ -63,7 +86,7 @@ def test_a_gate_without_grpcurl_says_so_and_runs_no_test(machine: Machine) -> No
     assert ran.returncode == 1
     wanted = ".ci/run: the gate needs grpcurl, and 'make tools' (above) could neither find nor build it"
     assert ran.stderr.splitlines()[-1] == wanted
-    assert machine.calls("make") == ["setup", "-j2 --output-sync -k lint", "tools"]
+    assert machine.calls("make") == ["setup", "-j2 --output-sync -k lint-rest", "tools"]
 
 
 def test_go_builds_beside_set_up_and_lint(machine: Machine) -> None:
