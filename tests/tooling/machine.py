@@ -12,8 +12,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 TYPESCRIPT = Path("clients/typescript")
 # Nothing of this machine's Go, Node, etcd or Python may be found.
 _UNIX = (
-    "awk bash cat chmod cp cut df dirname find flock grep head mkdir mktemp mv printf pwd rm sed sha256sum sort tee timeout"
-    " touch true uname"
+    "awk bash cat chmod cp cut df dirname find flock grep head mkdir mktemp mv printf pwd rm sed sha256sum sort tee"
+    " timeout touch true uname"
 ).split()
 
 
