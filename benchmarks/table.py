@@ -270,6 +270,25 @@ def _gaps(report: Report) -> Iterator[str]:
         yield "".join(f"- {load} was not measured: {why}\n" for load, why in failed.items())
 
 
+def relay_versions_tables(report: Report) -> str:
+    """A row for each load, and which commit was the one before."""
+    rows = []
+    for name, load in report["loads"].items():
+        unit = "ms" if name.startswith("request_") else "us"
+        before, after = (f"{median(load[side]):.2f} {unit}" for side in ("before", "after"))
+        rows.append({**load, "what": _RATIOS[name][0], "before": before, "after": after})
+    return f"{_table(_VERSIONS_COLUMNS, rows)}\nBefore: commit {report['before']['revision'][:12]}.\n"
+
+
+_VERSIONS_COLUMNS: Columns = {
+    "Router's CPU time": "{what}",
+    "before": "{before}",
+    "after": "{after}",
+    "after over before": "{times:.3f}",
+    "with a certainty of 95 %": "{lowest:.3f} to {highest:.3f}",
+}
+
+
 def many_streams_tables(report: Report) -> str:
     """A row for each way to open the streams."""
     return _table(_BURST_COLUMNS, [{"way": way, **burst} for way, burst in report["bursts"].items()])
@@ -1491,6 +1510,7 @@ _PLAN_COLUMNS: Columns = {
 _TABLES: Mapping[str, Callable[[Report], str]] = {
     "overload": overload_tables,
     "relay": relay_tables,
+    "relay_versions": relay_versions_tables,
     "many_streams": many_streams_tables,
     "clients": clients_tables,
     "global_router": global_router_tables,
