@@ -347,14 +347,15 @@ async def test_no_request_notices_that_workers_of_all_roles_are_killed(
         await first.wait_for(lambda: is_half_way(first, "decode-0"))
         chaos.kill("decode-0")
         await first.finish()
-    chaos.spawn("decode-0")
     hold(chaos, "transfers", "decode-1")
+    # decode-0 is still gone: it would fetch hand-offs of prefill-0 before that is killed.
     async with Crowd(client, ASKS) as second:
         await until(lambda: engine(chaos, "prefill-0").counts["held"] >= 2, "hand-offs of prefill-0 that wait")
         chaos.kill("prefill-0")
         go_on(chaos, "transfers", "decode-1")
         await second.finish()
-    chaos.spawn("prefill-0")
+    for name in ("decode-0", "prefill-0"):
+        chaos.spawn(name)
     for crowd in (first, second):
         assert max(crowd.num_attempts) > 1
         assert crowd.token_ids == answers
