@@ -10,7 +10,7 @@ import pytest
 from benchmarks.fuzz import SURFACES, fuzz
 
 SEED = 15
-NUM_INPUTS = 6_000
+NUM_INPUTS = 4_000
 BATCH_INPUTS = 200
 
 
