@@ -71,11 +71,14 @@ check_disk_space
 is_usable || make_venv
 rm -f "$stamp"
 echo "setup: installing quartet${extras:+[$extras]} into $venv"
+export PIP_COMPILE=0 # it would use one core; see below
 if ((site_packages)); then
     # Not our exact versions: they are of a machine without those packages. Nor the container's, made without Quartet.
     PIP_CONSTRAINT='' "$venv/bin/python" -m pip install --disable-pip-version-check -e ".${extras:+[$extras]}"
 else
     "$venv/bin/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".${extras:+[$extras]}"
 fi
+# Some packages have files that are no Python of this version, so its exit code says nothing.
+"$venv/bin/python" -m compileall -qq -j 0 "$venv" || true
 fingerprint >"$stamp"
 echo "setup: done"

@@ -180,7 +180,7 @@ async def test_images_are_measured_on_real_servers_and_none_stays_held(tmp_path:
         assert all(figures.images_per_s > 0 < figures.cpu_ms_per_image for figures in rates.values())
         assert all(figures.before_tower_ms > 0 < figures.tower_ms for figures in rates.values())
         assert rates[Load.BATCH_1].mean_batch_size == 1 < rates[Load.BATCH_8].mean_batch_size <= 8
-        ttft = await measure_ttft(stack, range(3))
+        ttft = await measure_ttft(stack, range(4))
         assert ttft.ttft_ms.keys() == set(Prompt)
         assert all(0 < quantiles.p50 <= quantiles.p90 for quantiles in ttft.ttft_ms.values())
         assert {prompt for prompt, parts in ttft.parts_ms.items() if not parts["media"]} == {Prompt.TEXT}
