@@ -10,8 +10,8 @@ import pytest
 from benchmarks.fuzz import SURFACES, fuzz
 
 SEED = 15
-NUM_INPUTS = 4_000
-BATCH_INPUTS = 200
+NUM_INPUTS = 4_500
+BATCH_INPUTS = 150
 
 
 @pytest.mark.usefixtures("etcd_binary")
