@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -216,6 +216,19 @@ class Crowd:
             if task.done():
                 task.result()
         return all(answer.finished is not None for answer in self.answers)
+
+
+async def decode_of_all(crowds: Collection[Crowd], names: Sequence[str]) -> str:
+    """Wait until each of ``crowds`` has a request that decodes at the same one of these workers; returns its name."""
+
+    def find() -> str:
+        for name in names:
+            if all(any(len(answer.token_ids) > 2 for answer in crowd.at(name)) for crowd in crowds):
+                return name
+        return ""
+
+    await asyncio.gather(*(crowd.wait_for(lambda: find() != "") for crowd in crowds))
+    return find()
 
 
 def _take(answer: Answer, event: AnswerPart) -> None:

@@ -8,7 +8,6 @@ import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ from quartet.errors import (
 )
 from tests import tiny
 from tests.e2e.conftest import StartStack
-from tests.e2e.crowd import Ask, Crowd
+from tests.e2e.crowd import Ask, Crowd, decode_of_all
 from tests.e2e.picture_asks import NUM_KINDS, mixed_picture_asks, picture, picture_ask, pictures, single_asks
 from tests.e2e.picture_site import PictureSite, picture_site
 from tests.e2e.process import wait_until
@@ -432,9 +431,7 @@ async def test_a_decode_that_is_killed_amid_answers_about_pictures(chaos: Stack,
         routed = crowds[RequestPath.GENERATE]
         await routed.wait_for(lambda: all(routed.token_ids))  # the first ones, of prefill workers
         chaos.thaw(*DECODES)
-        find = partial(decode_of_all, tuple(crowds.values()))
-        await asyncio.gather(*(crowd.wait_for(lambda: find() != "") for crowd in crowds.values()))
-        chaos.kill(find())
+        chaos.kill(await decode_of_all(crowds.values(), DECODES))
         for crowd in crowds.values():
             await crowd.finish()
     await returned(chaos)
@@ -442,14 +439,6 @@ async def test_a_decode_that_is_killed_amid_answers_about_pictures(chaos: Stack,
     for path, crowd in crowds.items():
         assert max(crowd.num_attempts) > 1, f"no request was there by {path}"
         assert crowd.token_ids == expected, path
-
-
-def decode_of_all(crowds: Sequence[Crowd]) -> str:
-    """The Decode worker at which each of ``crowds`` has a request that decodes; empty: none yet."""
-    for name in DECODES:
-        if all(any(len(answer.token_ids) > 2 for answer in crowd.at(name)) for crowd in crowds):
-            return name
-    return ""
 
 
 async def test_an_encode_worker_that_is_killed_before_its_embeddings_are_pulled(

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -31,7 +30,7 @@ from quartet.client.sync import SyncClient
 from quartet.errors import QueueFullError, RequestTimeoutError, ServingError, UnsupportedFieldError
 from tests import tiny
 from tests.e2e.conftest import StartStack
-from tests.e2e.crowd import Ask, Crowd, endless_asks, mixed_asks
+from tests.e2e.crowd import Ask, Crowd, decode_of_all, endless_asks, mixed_asks
 from tests.e2e.stack import LOCAL_PREFILL, REMOTE_PREFILL, Settings, Stack, StackConfig
 
 RETURN_S = 40.0
@@ -337,11 +336,6 @@ async def test_many_at_once_are_answered_alike(paths_stack: Stack, client: Quart
     await returned(paths_stack)
 
 
-def is_decoding(crowd: Crowd) -> bool:
-    """Whether a request of it decodes at ``decode-0``."""
-    return any(len(answer.token_ids) > 2 for answer in crowd.at("decode-0"))
-
-
 async def with_stop_strings(client: QuartetClient, asks: Sequence[Ask]) -> list[Ask]:
     """These, but that each ends late in its answer."""
     async with Crowd(client, asks) as crowd:
@@ -353,10 +347,15 @@ async def with_stop_strings(client: QuartetClient, asks: Sequence[Ask]) -> list[
 async def test_no_client_notices_that_a_decode_worker_is_killed(paths_stack: Stack, client: QuartetClient) -> None:
     mixed = mixed_asks("killed", 5, num_prompt_tokens=range(20, 60), num_tokens=range(160, 200))
     asks = [*await with_stop_strings(client, mixed[:2]), mixed[2], replace(mixed[3], num_choices=2), mixed[4]]
+    decodes = ("decode-0", "decode-1")
+    # They begin to decode side by side: none is near its end when one of each path is at work.
+    paths_stack.freeze(*decodes)
     async with AsyncExitStack() as exits:
         crowds = {path: await exits.enter_async_context(Crowd(client, asks, path=path)) for path in RequestPath}
-        await asyncio.gather(*(crowd.wait_for(partial(is_decoding, crowd)) for crowd in crowds.values()))
-        paths_stack.kill("decode-0")
+        routed = crowds[RequestPath.GENERATE]
+        await routed.wait_for(lambda: all(routed.token_ids))  # the first ones, of the prefill worker
+        paths_stack.thaw(*decodes)
+        paths_stack.kill(await decode_of_all(crowds.values(), decodes))
         for crowd in crowds.values():
             await crowd.finish()
     for path, crowd in crowds.items():
