@@ -59,7 +59,7 @@ test-long: setup tools  ## Run what test-bench and test-chaos run at once, as th
 	@tools/schema_suite.sh || true
 	$(PYTEST) -m "bench or chaos" tests/benchmarks tests/chaos
 
-test-trtllm: setup tools  ## Start each topology for TensorRT-LLM on its stand-in, as 1.2 and as 1.4, and disturb some; about 4 minutes
+test-trtllm: setup tools  ## Start each topology for TensorRT-LLM on its stand-in, as 1.2 and as 1.4, and disturb some; about 2 minutes
 	$(PYTEST) --dist load -m trtllm tests/e2e/test_trtllm_topologies.py tests/e2e/test_trtllm.py \
 	  tests/cli/doctor/test_live.py
 	$(PYTEST) -m trtllm tests/e2e/test_trtllm_chaos.py
