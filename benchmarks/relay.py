@@ -37,14 +37,14 @@ from benchmarks.report import Report, make_parser
 
 _LOG = Path(".run/benchmark-relay.log")
 _STREAMS = (256, 1024)
-# Generate with more streams than one loop can carry has no floor: its cost depends on how many tokens are merged.
-_FLOORS = ((Way.GENERATE, 256), (Way.SESSION, 256), (Way.SESSION, 1024), (Way.HTTP, 256))
-_NUM_PROMPT_TOKENS = 128
-_NUM_REQUEST_CLIENTS = 16
+#: Generate with more streams than one loop can carry has no floor: its cost depends on how many tokens are merged.
+FLOORS = ((Way.GENERATE, 256), (Way.SESSION, 256), (Way.SESSION, 1024), (Way.HTTP, 256))
+#: Of the closed loop of requests of one token.
+NUM_PROMPT_TOKENS, NUM_REQUEST_CLIENTS = 128, 16
 _LONG = Windows(warm_up_s=2.0, window_s=5.0, round_size=2, num_rounds=3)
 _SHORT = Windows(warm_up_s=0.5, window_s=1.0, round_size=3, num_rounds=1)
 #: Both Place ways are the same to the router, which sees no token.
-_REQUEST_WAYS = {"generate": Way.GENERATE, "session": Way.SESSION, "place": Way.PLACE_PER_CLIENT}
+REQUEST_WAYS = {"generate": Way.GENERATE, "session": Way.SESSION, "place": Way.PLACE_PER_CLIENT}
 #: Chats with text, by template and tokenizer, have no bare relay: they are compared with each other.
 _CHAT_WAYS = {"generate_chat": Way.GENERATE, "http_chat": Way.HTTP}
 
@@ -188,7 +188,7 @@ async def _run(windows: Windows, ways: tuple[Way, ...], cases: Sequence[Case], n
 async def _round(
     measurer: Measurer, line: LiveLine, ways: tuple[Way, ...], cases: Sequence[Case], found: _Found
 ) -> None:
-    for name, way in _REQUEST_WAYS.items():
+    for name, way in REQUEST_WAYS.items():
         if way in ways:
             await _measure_requests(measurer, line, name, found)
     for name, way in _CHAT_WAYS.items():
@@ -199,12 +199,12 @@ async def _round(
 
 
 async def _measure_requests(measurer: Measurer, line: LiveLine, name: str, found: _Found) -> None:
-    way, load = _REQUEST_WAYS[name], f"requests of one token, {name}"
+    way, load = REQUEST_WAYS[name], f"requests of one token, {name}"
     async with open_floor(
-        way, Load.REQUESTS, _NUM_REQUEST_CLIENTS, measurer.windows, num_prompt_tokens=_NUM_PROMPT_TOKENS
+        way, Load.REQUESTS, NUM_REQUEST_CLIENTS, measurer.windows, num_prompt_tokens=NUM_PROMPT_TOKENS
     ) as bare:
         with _noting(line, load, found):
-            items = await measurer.requests(way, _NUM_REQUEST_CLIENTS, _NUM_PROMPT_TOKENS, bare)
+            items = await measurer.requests(way, NUM_REQUEST_CLIENTS, NUM_PROMPT_TOKENS, bare)
             found.requests.setdefault(name, []).extend(items)
             alone = [window.per_request() for window in bare.found]
             found.request_floor.setdefault(name, []).extend(alone)
@@ -218,7 +218,7 @@ async def _measure_requests(measurer: Measurer, line: LiveLine, name: str, found
 async def _measure_chats(measurer: Measurer, line: LiveLine, name: str, found: _Found) -> None:
     load = f"chats of one token, {name}"
     with _noting(line, load, found):
-        items = await measurer.requests(_CHAT_WAYS[name], _NUM_REQUEST_CLIENTS, _NUM_PROMPT_TOKENS, is_chat=True)
+        items = await measurer.requests(_CHAT_WAYS[name], NUM_REQUEST_CLIENTS, NUM_PROMPT_TOKENS, is_chat=True)
         found.requests.setdefault(name, []).extend(items)
         now = medians(items)
         line.say(f"{load}: router {now.router_cpu_ms_per_request:.3f} ms each, {now.requests_per_s:.0f} a second")
@@ -272,7 +272,7 @@ def _cases(ways: tuple[Way, ...]) -> list[Case]:
 
 
 def _has_floor(case: Case) -> bool:
-    return (case.way, case.num_streams) in _FLOORS and case.with_text is (case.way is Way.HTTP)
+    return (case.way, case.num_streams) in FLOORS and case.with_text is (case.way is Way.HTTP)
 
 
 def _results(windows: Windows, num_runs: int, found: _Found) -> Results:
@@ -289,8 +289,8 @@ def _results(windows: Windows, num_runs: int, found: _Found) -> Results:
             token_interval_ms=STEP_S * PERIOD * 1e3,
             windows=windows,
             num_runs=num_runs,
-            request_prompt_tokens=_NUM_PROMPT_TOKENS,
-            request_clients=_NUM_REQUEST_CLIENTS,
+            request_prompt_tokens=NUM_PROMPT_TOKENS,
+            request_clients=NUM_REQUEST_CLIENTS,
         ),
         idle=medians(found.idle),
         ratio_to_grpc={name: median(item.runs) for name, item in spread.items()},

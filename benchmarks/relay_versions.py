@@ -21,6 +21,7 @@ from statistics import median
 import uvloop
 
 from benchmarks.children import Child, start_program
+from benchmarks.relay import FLOORS, NUM_PROMPT_TOKENS, NUM_REQUEST_CLIENTS, REQUEST_WAYS
 from benchmarks.relay_load import Way
 from benchmarks.relay_measure import Windows
 from benchmarks.relay_versions_side import READY
@@ -29,9 +30,8 @@ from quartet.telemetry.provenance import Commit
 
 _HERE = Path(__file__).resolve().parent
 _START_TIMEOUT_S = 120.0
-# Ranks so far from the middle have the true median between them 95 times of 100, whatever the distribution is: the
-# number of values below it is binomial, and this many of its standard deviations are on each side.
-_HALF_WIDTH = 1.96 / 2
+# How often at most the true median may lie outside of what is told, and the fewest pairs that can tell it.
+_MAX_ERROR, _MIN_PAIRS = 0.05, 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +49,9 @@ class Turns:
 
 
 LOADS: Mapping[str, Turns] = {
-    "request_generate": Turns(way=Way.GENERATE, count=16, num_prompt_tokens=128),
-    "request_session": Turns(way=Way.SESSION, count=16, num_prompt_tokens=128),
-    "request_place": Turns(way=Way.PLACE_PER_CLIENT, count=16, num_prompt_tokens=128),
-    "generate_256": Turns(way=Way.GENERATE, count=256),
-    "session_256": Turns(way=Way.SESSION, count=256),
-    "http_256": Turns(way=Way.HTTP, count=256),
-    "session_1024": Turns(way=Way.SESSION, count=1024),
-}
+    f"request_{name}": Turns(way=way, count=NUM_REQUEST_CLIENTS, num_prompt_tokens=NUM_PROMPT_TOKENS)
+    for name, way in REQUEST_WAYS.items()
+} | {f"{way}_{num_streams}": Turns(way=way, count=num_streams) for way, num_streams in FLOORS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +61,7 @@ class Change:
     Attributes:
         before, after: the Router's CPU time in each window, in pairs: ms a request, or us a token of streams.
         times: median of the pairs' ratios, after over before.
-        lowest, highest: between these the median lies with a probability of 95 %.
+        lowest, highest: between these the true median lies with a certainty of 95 %, where there are six pairs.
     """
 
     before: Sequence[float]
@@ -97,8 +92,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=30, metavar="N", help="windows of each version (30)")
     parser.add_argument("--only", nargs="+", choices=list(LOADS), metavar="LOAD", help=", ".join(LOADS))
     arguments = parser.parse_args()
-    if arguments.pairs < 1:
-        parser.error("--pairs: at least 1")
+    if arguments.pairs < _MIN_PAIRS:
+        parser.error(f"--pairs: at least {_MIN_PAIRS}, else nothing is certain by 95 %")
     python = arguments.before / ".venv" / "bin" / "python"
     if not python.is_file():
         parser.error(f"--before: there is no {python}")
@@ -145,7 +140,10 @@ async def _by_turns(theirs: Child, ours: Child, turns: Turns, windows: Windows) 
 def make_change(before: Sequence[float], after: Sequence[float]) -> Change:
     """What pairs of windows show."""
     ratios = sorted(mine / other for mine, other in zip(after, before, strict=True))
-    first = max(0, math.floor(len(ratios) / 2 - _HALF_WIDTH * math.sqrt(len(ratios))))
+    first, error = 0, 2 * 0.5 ** len(ratios)
+    # How many ratios are below the true median is binomial, whatever their distribution is.
+    while (error := error + 2 * math.comb(len(ratios), first + 1) * 0.5 ** len(ratios)) <= _MAX_ERROR:
+        first += 1
     return Change(before=before, after=after, times=median(ratios), lowest=ratios[first], highest=ratios[-1 - first])
 
 

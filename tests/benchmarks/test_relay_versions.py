@@ -24,6 +24,12 @@ def test_the_change_is_the_median_of_pairs_whatever_the_machines_speed_was() -> 
     assert [change.lowest, change.highest] == pytest.approx([1.029, 1.040])
 
 
+def test_what_is_told_is_certain_by_95_percent_and_not_by_about_that() -> None:
+    # Of 8 fair coins 2 to 6 show heads in 93 of 100 throws.
+    change = make_change([1.0] * 8, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    assert (change.lowest, change.highest) == (1.0, 8.0)
+
+
 def test_few_pairs_leave_everything_between_the_least_and_the_most_possible() -> None:
     change = make_change([1.0, 1.0], [3.0, 2.0])
     assert (change.lowest, change.times, change.highest) == (2.0, 2.5, 3.0)

@@ -19,6 +19,14 @@ def machine(tmp_path: Path) -> Machine:
     return machine
 
 
+@pytest.fixture
+def equipped(machine: Machine) -> Machine:
+    """One that lacks nothing."""
+    for name in ("etcd", "grpcurl", "go", "node", "npm", "chromium", "chromedriver", "systemd-analyze"):
+        machine.install(name, "")
+    return machine
+
+
 def test_a_machine_without_go_gets_it(machine: Machine) -> None:
     for name in ("etcd", "grpcurl"):
         machine.install(name, "")
@@ -48,35 +56,31 @@ def test_a_machine_without_systemd_gets_it_for_the_units(machine: Machine) -> No
     assert machine.calls("apt-get")[1].endswith("--no-install-recommends systemd")
 
 
-def test_a_machine_that_has_all_gets_nothing(machine: Machine) -> None:
-    for name in ("etcd", "grpcurl", "go", "node", "npm", "chromium", "chromedriver", "systemd-analyze"):
-        machine.install(name, "")
-    assert machine.run(".ci/run").returncode == 0
-    assert machine.calls("apt-get") == []
+def test_a_machine_that_has_all_gets_nothing(equipped: Machine) -> None:
+    assert equipped.run(".ci/run").returncode == 0
+    assert equipped.calls("apt-get") == []
     first, last = ["setup", "-j2 --output-sync -k lint-rest", "tools"], ["test-long"]
-    called = machine.calls("make")
+    called = equipped.calls("make")
     assert called[:3] == first and called[5:] == last
     assert sorted(called[3:5]) == ["lint-types", "test"]
 
 
-def test_a_wrong_type_fails_the_gate_once_the_tests_are_done(machine: Machine) -> None:
-    for name in ("etcd", "grpcurl", "go", "node", "npm", "chromium", "chromedriver", "systemd-analyze"):
-        machine.install(name, "")
-    machine.install("make", 'if [ "$1" = lint-types ]; then echo "error: a wrong type"; exit 2; fi')
-    ran = machine.run(".ci/run")
+def test_a_wrong_type_fails_the_gate_once_the_tests_are_done(equipped: Machine) -> None:
+    equipped.install("make", 'if [ "$1" = lint-types ]; then echo "error: a wrong type"; exit 2; fi')
+    ran = equipped.run(".ci/run")
     assert ran.returncode != 0
     assert ran.stdout.splitlines()[-1] == "error: a wrong type"
-    assert "test" in machine.calls("make") and "test-long" not in machine.calls("make")
+    assert "test" in equipped.calls("make") and "test-long" not in equipped.calls("make")
 
 
-def test_what_mypy_says_is_shown_where_tests_fail(machine: Machine) -> None:
-    for name in ("etcd", "grpcurl", "go", "node", "npm", "chromium", "chromedriver", "systemd-analyze"):
-        machine.install(name, "")
-    machine.install("make", 'case "$1" in lint-types) echo "no wrong type";; test) echo "a test failed"; exit 2;; esac')
-    ran = machine.run(".ci/run")
+def test_what_mypy_says_is_shown_where_tests_fail(equipped: Machine) -> None:
+    equipped.install(
+        "make", 'case "$1" in lint-types) echo "no wrong type";; test) echo "a test failed"; exit 2;; esac'
+    )
+    ran = equipped.run(".ci/run")
     assert ran.returncode != 0
     assert {"a test failed", "no wrong type"} <= set(ran.stdout.splitlines())
-    assert "test-long" not in machine.calls("make")
+    assert "test-long" not in equipped.calls("make")
 
 
 def test_a_gate_without_grpcurl_says_so_and_runs_no_test(machine: Machine) -> None:
